@@ -1,0 +1,5 @@
+"""The agent: one episode function for every caller.
+
+``types`` holds the nouns, ``reply`` reads what the policy said, ``prompts`` what it is told, ``episode`` is the
+loop, ``policy`` the chat client.
+"""

@@ -1,0 +1,4 @@
+"""Environments: reset to a task, step, close.
+
+``protocol`` holds tbench2's wire models and the interface, ``terminal`` the environment in this process.
+"""

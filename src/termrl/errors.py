@@ -1,0 +1,78 @@
+"""The one error vocabulary: every error a user can meet is a :class:`TermrlError` with a hint.
+
+The command line prints ``message`` and ``hint`` and never a traceback (unless ``--debug``). An error that
+belongs to the infrastructure of one episode carries the :class:`~termrl.verifier.verdict.Cause` that the
+episode's missing verdict is recorded under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TermrlError(Exception):
+    """An error with one clear line for the user and, where there is one, what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(TermrlError):
+    """Bad settings. ``problems`` lists every bad field at once, each as ``file: key: message``."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[str] | str, *, hint: str | None = None) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems), hint=hint)
+
+
+class TaskError(TermrlError):
+    """A task folder that cannot be loaded or run; the message names the folder and the key."""
+
+    exit_code = 2
+
+
+class ModelError(TermrlError):
+    """A model that cannot be loaded, converted or trained; the message names the folder or file."""
+
+    exit_code = 2
+
+
+class RunError(TermrlError):
+    """A run folder that cannot be used, or a run that cannot go on; says why."""
+
+
+class SandboxError(TermrlError):
+    """The sandbox, not the policy, failed. ``cause`` is a name of :class:`termrl.verifier.verdict.Cause`."""
+
+    cause = "sandbox_lost"
+
+
+class SandboxStartError(SandboxError):
+    """A sandbox could not be created."""
+
+    cause = "sandbox_start"
+
+
+class SandboxLostError(SandboxError):
+    """A running sandbox died or stopped answering."""
+
+
+class CommandError(TermrlError):
+    """A command that can never run as given (NUL byte, missing working directory, missing shell).
+
+    This is an answer to the policy, not an infrastructure failure: it is fed back as an observation.
+    """
+
+
+class PolicyError(TermrlError):
+    """The policy's endpoint failed (connection, protocol, error reply). Infrastructure, never a zero."""
+
+
+class CaptureError(TermrlError):
+    """The engine behind the session server gave something that cannot be trained on; says what is missing."""

@@ -1,0 +1,171 @@
+"""The sandbox nouns: what one machine for one episode must be able to do, whichever backend makes it.
+
+Exec semantics (the conformance suite holds every backend to them): each command is a fresh, non-login
+``bash -c`` in the workdir with the image's environment and stdin from ``/dev/null``. Directory, variables and
+functions do not persist between commands; files and background processes do. A timeout kills the whole process
+tree. A background child that holds the output does not hold the call. Output is bounded, head and tail kept.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+NetworkMode = Literal["public", "no-network", "allowlist"]
+
+DEFAULT_OUTPUT_LIMIT = 64 * 1024
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What one sandbox is made from. Sizes are MiB; ``None`` leaves the backend's default.
+
+    Attributes:
+        task_id: whose sandbox this is (for labels, messages and sweeping).
+        image: the task's ``docker_image``; a backend that cannot run it refuses by name.
+        host_userland: the task says that it runs on any host's bash and coreutils.
+        files: a host folder whose contents are put into ``workdir`` at start, or ``None``.
+        env: the image's and task's environment for every command.
+    """
+
+    task_id: str
+    workdir: str = "/app"
+    image: str | None = None
+    host_userland: bool = False
+    files: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    cpus: float | None = None
+    pids: int | None = None
+    network_mode: NetworkMode = "no-network"
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """One finished command.
+
+    Attributes:
+        output: stdout and stderr as they came, invalid UTF-8 replaced, head and tail kept around a mark when cut.
+        exit_code: the shell's exit status (128 + signal when killed); ``None`` when the timeout cut it.
+        timed_out: the deadline passed and the whole tree was killed; ``output`` is what had come by then.
+        truncated_bytes: how many bytes of output are not in ``output``.
+        duration_s: seconds from start to the shell's exit.
+        background: processes of this sandbox that still run after the shell's exit.
+        oom: the kernel killed something for memory.
+    """
+
+    output: str
+    exit_code: int | None
+    timed_out: bool = False
+    truncated_bytes: int = 0
+    duration_s: float = 0.0
+    background: int = 0
+    oom: bool = False
+
+
+class Sandbox(abc.ABC):
+    """One live machine. Every method raises :class:`~termrl.errors.SandboxLostError` once it is gone."""
+
+    id: str
+    spec: SandboxSpec
+
+    @abc.abstractmethod
+    async def exec(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        clean_env: bool = False,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """Run ``command`` by a fresh ``bash -c`` (no argv limit applies to its length).
+
+        Args:
+            timeout_s: seconds after which the whole process tree of this command is killed.
+            cwd: working directory; the spec's workdir when ``None``.
+            env: variables over the spec's (or, with ``clean_env``, over nothing but the backend's fixed base).
+
+        Raises:
+            CommandError: NUL byte in the command, or a working directory or shell that does not exist.
+            SandboxLostError: the sandbox died.
+        """
+
+    @abc.abstractmethod
+    async def put(self, source: Path, target: str, *, exclude: frozenset[str] = frozenset()) -> None:
+        """Copy a host file or folder's contents to the absolute path ``target``, modes kept, links as links."""
+
+    @abc.abstractmethod
+    async def put_bytes(self, data: bytes, target: str, *, mode: int = 0o644) -> None:
+        """Write ``data`` to the absolute path ``target``; parents are made, a symlink there is replaced."""
+
+    @abc.abstractmethod
+    async def get_bytes(self, source: str, *, max_bytes: int) -> bytes:
+        """Read a regular file (links are not followed).
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            ValueError: it is not a regular file, or larger than ``max_bytes``.
+        """
+
+    @abc.abstractmethod
+    async def get(self, source: str, target: Path) -> None:
+        """Copy a file or folder out of the sandbox to the host path ``target``."""
+
+    @abc.abstractmethod
+    async def kill_all(self) -> int:
+        """Stop, then kill every process that commands left running; returns how many there were."""
+
+    @abc.abstractmethod
+    async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:
+        """Make fresh ``/tests`` (the given host folder's contents) and an empty ``/logs/verifier``.
+
+        Whatever the agent put in either place (files, links) is gone. Agent processes must be dead before.
+        """
+
+    @abc.abstractmethod
+    async def close_verify_window(self) -> None:
+        """Take the tests away again."""
+
+    @abc.abstractmethod
+    async def stop(self) -> None:
+        """End everything in it and free its resources. Idempotent; never raises for a sandbox already gone."""
+
+
+class SandboxProvider(abc.ABC):
+    """Makes sandboxes of one kind and counts them. ``name`` is what ``--sandbox`` takes."""
+
+    name: str
+
+    @abc.abstractmethod
+    def refusal(self, spec: SandboxSpec) -> str | None:
+        """Why this backend cannot run ``spec`` honestly (names the feature), or ``None`` if it can."""
+
+    @abc.abstractmethod
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Start one sandbox.
+
+        Raises:
+            TaskError: the spec cannot be honoured (see :meth:`refusal`).
+            SandboxStartError: the machine could not start it.
+        """
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Stop every live sandbox of this provider."""
+
+    @property
+    @abc.abstractmethod
+    def live(self) -> int:
+        """How many sandboxes are up."""
+
+    async def __aenter__(self) -> SandboxProvider:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

@@ -1,0 +1,1 @@
+"""Training: advantages, the GRPO loss, the packed trainer, checkpoints and the loop."""

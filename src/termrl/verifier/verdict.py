@@ -1,0 +1,114 @@
+"""The nouns of scoring: :class:`Outcome`, :class:`Cause`, :class:`EndReason`, :class:`Verdict`, and the one
+table that maps (end reason, verdict) to a reward.
+
+1 comes only from the task's tests. 0 comes only from the tests or from a listed policy cause. All else is
+``None``: the episode leaves the batch, its group's baseline and every denominator.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Outcome(StrEnum):
+    """What the tests said."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NO_VERDICT = "no_verdict"
+
+
+class EndReason(StrEnum):
+    """Why an episode stopped (closed list)."""
+
+    TASK_COMPLETE = "task_complete"
+    NO_COMMAND = "no_command"
+    MAX_TURNS = "max_turns"
+    LENGTH = "length"
+    CONTEXT = "context"
+    TIMEOUT = "timeout"
+    POLICY_ERROR = "policy_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ABORTED = "aborted"
+
+
+class Cause(StrEnum):
+    """Why a verdict is what it is (closed list). Those in :data:`POLICY_CAUSES` give 0, all others ``None``."""
+
+    # infrastructure: no verdict
+    SANDBOX_START = "sandbox_start"
+    SANDBOX_LOST = "sandbox_lost"
+    ENVIRONMENT_LOST = "environment_lost"
+    CAPACITY = "capacity"
+    ENGINE_ERROR = "engine_error"
+    IMAGE_UNAVAILABLE = "image_unavailable"
+    BOOTSTRAP_FAILED = "bootstrap_failed"
+    VERIFIER_CRASH = "verifier_crash"
+    VERIFIER_TIMEOUT = "verifier_timeout"
+    BAD_REWARD = "bad_reward"
+    CANCELLED = "cancelled"
+    # policy: zero
+    TESTS_FAILED = "tests_failed"
+    BROKE_VERIFIER = "broke_verifier"
+    WALL_CAP = "wall_cap"
+    VERIFIER_TIMEOUT_BY_POLICY = "verifier_timeout_by_policy"
+
+
+POLICY_CAUSES = frozenset({Cause.TESTS_FAILED, Cause.BROKE_VERIFIER, Cause.WALL_CAP, Cause.VERIFIER_TIMEOUT_BY_POLICY})
+
+HARNESS = "tests/test.sh"
+
+
+class Verdict(BaseModel):
+    """What the task's tests said about one sandbox, with the cause and the evidence.
+
+    Attributes:
+        outcome: passed (reward 1), failed (0) or no_verdict (``None``).
+        cause: why; ``None`` only when passed.
+        raw_reward: the number that the tests wrote, in [0, 1]; ``None`` without a verdict.
+        exit_code: exit status of test.sh (diagnosis only, it decides nothing).
+        output_tail: the last part of test.sh's output.
+        detail: one line for a person, such as why a reward file was refused.
+        duration_s: seconds from the first verify action to the verdict.
+        attempts: how many times tests were run to come to this verdict.
+        signals: tamper signals (name → evidence).
+        integrity: ``sealed`` if tests were absent while the agent acted, ``exposed`` if it could read them.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    cause: Cause | None = None
+    raw_reward: float | None = None
+    exit_code: int | None = None
+    output_tail: str = ""
+    detail: str = ""
+    duration_s: float = 0.0
+    attempts: int = 1
+    signals: dict[str, Any] = {}
+    integrity: Literal["sealed", "exposed"] = "sealed"
+    harness: str = HARNESS
+
+    @property
+    def reward(self) -> float | None:
+        """1.0, 0.0 or ``None`` (binary; see :func:`reward_of` for raw rewards)."""
+        if self.outcome is Outcome.PASSED:
+            return 1.0
+        if self.outcome is Outcome.FAILED:
+            return 0.0
+        return None
+
+    @classmethod
+    def missing(cls, cause: Cause, detail: str = "", **evidence: Any) -> Verdict:
+        """No verdict, for an infrastructure ``cause``."""
+        return cls(outcome=Outcome.NO_VERDICT, cause=cause, detail=detail, **evidence)
+
+    @classmethod
+    def zero(cls, cause: Cause, detail: str = "", **evidence: Any) -> Verdict:
+        """A zero that the policy earned, for one of :data:`POLICY_CAUSES`."""
+        if cause not in POLICY_CAUSES:
+            raise ValueError(f"{cause} is an infrastructure cause: it can never give a zero")
+        return cls(outcome=Outcome.FAILED, cause=cause, detail=detail, **evidence)
