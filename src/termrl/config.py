@@ -33,7 +33,7 @@ class ModelConfig(Section):
 class TasksConfig(Section):
     """What is trained on: the bundled suite's families, or a folder of Harbor tasks."""
 
-    dir: Path | None = Field(None, description="folder of Harbor tasks to train on; none: the bundled suite first-steps")
+    dir: Path | None = Field(None, description="folder of Harbor tasks; none: the bundled suite first-steps")
     families: tuple[str, ...] = Field((), description="families to train on; empty: all trainable ones")
     per_family: int = Field(40, ge=1, description="training tasks to generate per family (bundled suite only)")
     skip_broken: bool = Field(False, description="leave broken task folders out instead of refusing the whole set")
