@@ -35,7 +35,9 @@ class TasksConfig(Section):
 
     dir: Path | None = Field(None, description="folder of Harbor tasks; none: the bundled suite first-steps")
     families: tuple[str, ...] = Field((), description="families to train on; empty: all trainable ones")
-    per_family: int = Field(40, ge=1, description="training tasks to generate per family (bundled suite only)")
+    per_family: int | None = Field(
+        None, ge=1, description="tasks to generate per family (bundled suite only); none: as many as the run uses"
+    )
     skip_broken: bool = Field(False, description="leave broken task folders out instead of refusing the whole set")
 
 
@@ -149,6 +151,8 @@ class TrainConfig(Section):
     def _whole(self) -> Self:
         if self.tasks.dir is not None and self.evaluation.dir is None:
             raise ValueError("evaluation.dir is required with tasks.dir: held-out tasks cannot be generated for it")
+        if self.evaluation.dir is not None and self.tasks.dir is None:
+            raise ValueError("evaluation.dir needs tasks.dir: the bundled suite brings its own held-out tasks")
         both = set(self.tasks.families) & set(self.evaluation.untrained_families)
         if both:
             raise ValueError(

@@ -1,0 +1,210 @@
+"""What a training run looks like in a terminal, and in a log when there is none."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from termrl.agent.types import Episode
+from termrl.runs.metrics import EvalScores
+
+_BAR = 24
+_COLUMNS = ("step", "reward", "pass rate", "dead groups", "episodes/s", "tokens/s", "step time", "time left")
+_WIDTHS = (8, 7, 10, 12, 11, 9, 10, 10)
+
+
+class TrainDisplay:
+    """Follows one run: one line per step and evaluation, and below them, on a terminal, a live status line.
+
+    Use as a context manager around the run; the live line is taken away however the run ends.
+    """
+
+    def __init__(self, console: Console, *, program: str = "termrl") -> None:
+        self._console = console
+        self._program = program
+        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
+        self._steps = 0
+        self._first = 1
+        self._step = 0
+        self._phase = "set-up"
+        self._done = self._total = self._passed = self._graded = self._tokens = 0
+        self._since = self._training_since = time.monotonic()
+        self._header_shown = False
+
+    def __enter__(self) -> TrainDisplay:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def started(self, run: Path, *, steps: int, first_step: int) -> None:
+        """The run folder stands."""
+        self._steps, self._first = steps, first_step
+        self._print(f"run folder {run}")
+
+    def phase(self, name: str, *, step: int, total: int) -> None:
+        """A phase begins."""
+        if name == "rollout" and step == self._first:
+            self._training_since = time.monotonic()
+        self._phase, self._step, self._total = name, step, total
+        self._done = self._passed = self._graded = self._tokens = 0
+        self._since = time.monotonic()
+
+    def episode(self, episode: Episode) -> None:
+        """One episode ended."""
+        self._done += 1
+        self._graded += episode.reward is not None
+        self._passed += episode.reward is not None and episode.reward >= 1.0
+        self._tokens += sum(turn.completion_tokens or 0 for turn in episode.turns)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is recorded: one line for good."""
+        if not self._header_shown:
+            self._print(_columns(_COLUMNS))
+            self._header_shown = True
+        self._step = step
+        values = (
+            f"{step}/{self._steps}",
+            _rate(metrics.get("rollout/raw_reward")),
+            _rate(metrics.get("rollout/pass_rate")),
+            f"{metrics['rollout/zero_variance_groups'] + metrics['rollout/single_valid_groups']:.0f}",
+            f"{metrics['perf/episodes_per_s']:.1f}",
+            f"{metrics['perf/tokens_per_s']:.0f}",
+            f"{metrics['perf/step_s']:.1f} s",
+            _clock(self._left()),
+        )
+        self._print(_columns(values))
+        dropped = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith("rollout/episodes_dropped/")}
+        if dropped:
+            causes = ", ".join(f"{count:.0f} {cause}" for cause, count in dropped.items())
+            self._print(f"        dropped without a verdict: {causes}")
+
+    def evaluated(self, name: str, scores: EvalScores) -> None:
+        """An evaluation is recorded."""
+        line = f"evaluation {name}: pass rate {_rate(scores.overall())} on held-out tasks"
+        if scores.untrained:
+            line += f", {_rate(scores.overall(untrained=True))} on untrained families"
+        self._print(line)
+
+    def finished(self, summary: Mapping[str, Any], rewards: Mapping[int, float]) -> None:
+        """The run is over: the curve, the table, where everything is and what to do next."""
+        self._live.stop()
+        run = summary.get("run_dir", "")
+        if len(rewards) > 1:
+            self._console.print()
+            for line in reward_curve(rewards, width=min(self._console.width, 100)).splitlines():
+                self._console.print(Text.from_ansi(line))
+        if summary["eval_by_family"]:
+            self._console.print(family_table(summary))
+        self._print(
+            f"\n{summary['steps']} steps, {summary['episodes']} episodes, {summary['tokens_trained']} tokens trained, "
+            f"{_clock(summary['wall_s'])} min; logprob_diff {summary['logprob_diff']:.1e}, "
+            f"re-rendered turns {summary['re_rendered_turns']}"
+        )
+        if summary.get("stopped"):
+            self._print(f"stopped early: {summary['stopped']}")
+        self._print(f"run folder: {run}")
+        if summary["steps"]:
+            self._print(f"next:       {self._program} export {run} --merged --out {run}/model")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _left(self) -> float | None:
+        done = self._step - self._first + 1
+        if done < 1 or not self._header_shown:
+            return None
+        spent = time.monotonic() - self._training_since
+        return spent / done * (self._steps - self._step)
+
+    def _status(self) -> Text:
+        elapsed = max(time.monotonic() - self._since, 1e-9)
+        parts = [f" {self._phase}"]
+        if self._phase == "rollout" or self._phase == "update":
+            parts[0] += f" of step {self._step}/{self._steps}"
+        if self._total:
+            filled = round(_BAR * self._done / self._total)
+            parts.append(f"{'━' * filled}{'╌' * (_BAR - filled)} {self._done}/{self._total} episodes")
+            if self._graded:
+                parts.append(f"pass rate {_rate(self._passed / self._graded)}")
+            parts.append(f"{self._done / elapsed:.1f} episodes/s")
+            if self._tokens:
+                parts.append(f"{self._tokens / elapsed:.0f} tokens/s")
+        parts.append(f"{elapsed:.0f} s")
+        left = self._left()
+        if left is not None:
+            parts.append(f"about {_clock(left)} left")
+        return Text("  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
+
+
+def reward_curve(rewards: Mapping[int, float], *, width: int) -> str:
+    """The mean reward by step as a plot in text, ``width`` columns wide."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, 14)
+    plotext.title("mean reward by step")
+    plotext.ylim(0, 1)
+    steps = sorted(rewards)
+    plotext.plot(steps, [rewards[step] for step in steps], marker="braille")
+    plotext.xticks(steps if len(steps) <= 20 else steps[:: len(steps) // 10])
+    return str(plotext.build())
+
+
+def family_table(summary: Mapping[str, Any]) -> Table:
+    """Pass rates before and after by family, trained families first, untrained ones apart."""
+    table = Table(title="pass rate on held-out tasks", title_justify="left")
+    table.add_column("family")
+    for name in ("episodes", "before", "after"):
+        table.add_column(name, justify="right")
+    families: Mapping[str, Mapping[str, Any]] = summary["eval_by_family"]
+    for trained in (True, False):
+        rows = {name: row for name, row in families.items() if row["trained"] is trained}
+        if not rows:
+            continue
+        for name, row in rows.items():
+            table.add_row(name, str(row["episodes"]), _rate(row["before"]), _rate(row["after"]))
+        key = "" if trained else "_untrained"
+        label = "all trained families" if trained else "all untrained families"
+        count = str(sum(row["episodes"] for row in rows.values()))
+        before, after = summary.get(f"eval_before{key}"), summary.get(f"eval_after{key}")
+        table.add_section()
+        table.add_row(label, count, _rate(before), _rate(after), style="bold", end_section=True)
+    return table
+
+
+def program_name(argv0: str) -> str:
+    """How the user can call this program again: ``termrl`` if the shell finds it, else the path that was called."""
+    path = Path(argv0)
+    if path.name != "termrl":
+        return "python -m termrl"
+    found = shutil.which("termrl")
+    if found is not None and Path(found).resolve() == path.resolve():
+        return "termrl"
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _columns(values: tuple[str, ...]) -> str:
+    return " ".join(value.rjust(width) for value, width in zip(values, _WIDTHS, strict=True))
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _clock(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

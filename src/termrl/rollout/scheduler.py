@@ -1,0 +1,193 @@
+"""Runs episodes: each with a policy session, an environment and a place in the engine's order, all closed after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from termrl.agent.episode import run_episode
+from termrl.agent.types import Episode, Limits, Opening, Policy
+from termrl.capture.segments import Segment
+from termrl.environment.protocol import Environment
+from termrl.errors import SandboxError, TermrlError
+from termrl.verifier.verdict import Cause, EndReason, Verdict
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One episode to run. ``order`` fixes its row in lock-step batches; unique within one call of ``run``."""
+
+    task_id: str
+    family: str
+    group: int
+    sample: int
+    seed: int
+    order: int
+
+
+@dataclass(frozen=True)
+class PolicySession:
+    """A policy with a token record of its own.
+
+    Attributes:
+        policy: what the episode talks to.
+        segments: gives the tokens so far.
+        counters: gives the session's fidelity figures (re-rendered turns, branches, …).
+    """
+
+    policy: Policy
+    segments: Callable[[], Sequence[Segment]]
+    counters: Callable[[], dict[str, int]]
+
+
+class PolicySessions(Protocol):
+    """Where policy sessions come from; see :mod:`termrl.rollout.sessions`."""
+
+    def open(self, order: int, *, temperature: float) -> Any:
+        """An async context manager that gives a :class:`PolicySession` and closes it on every path."""
+        ...
+
+
+class Gate(Protocol):
+    """The engine's lock-step gate: a batch starts when every episode that entered waits for a turn."""
+
+    def enter(self, order: int) -> None:
+        """An episode will ask for turns."""
+        ...
+
+    def leave(self, order: int) -> None:
+        """It will ask for no more. Idempotent."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """Where environments come from."""
+
+    def create(self) -> Environment:
+        """A new session, not yet reset."""
+        ...
+
+
+class Scheduler:
+    """Runs batches of episodes on one engine and one kind of environment.
+
+    Args:
+        environments: gives each episode its environment.
+        sessions: gives each episode its policy session.
+        gate: the engine's lock-step gate, or ``None`` where turns are decoded as they come.
+        opening: how each conversation begins.
+        concurrency: episodes alive at once. In lock-step the attempts run in waves of this size, so that which
+            turns share a batch does not depend on timing.
+    """
+
+    def __init__(
+        self,
+        *,
+        environments: EnvironmentFactory,
+        sessions: PolicySessions,
+        gate: Gate | None,
+        opening: Opening,
+        concurrency: int,
+    ) -> None:
+        self._environments = environments
+        self._sessions = sessions
+        self._gate = gate
+        self._opening = opening
+        self._concurrency = concurrency
+
+    async def run(
+        self,
+        attempts: Sequence[Attempt],
+        *,
+        limits: Limits,
+        temperature: float,
+        on_end: Callable[[Episode], None] = lambda episode: None,
+    ) -> list[Episode]:
+        """Run all attempts; the episodes come back in the same order.
+
+        An episode that the infrastructure failed has reward ``None`` and the cause; it does not disturb the
+        others. Cancelling this cancels every episode and returns when all of them have closed what they held.
+        """
+        episodes: list[Episode] = []
+        if self._gate is None:
+            slots = asyncio.Semaphore(self._concurrency)
+            return await self._wave(attempts, slots, limits, temperature, on_end)
+        for start in range(0, len(attempts), self._concurrency):
+            wave = attempts[start : start + self._concurrency]
+            # all enter before any starts: the first batch must wait for the slowest sandbox of the wave
+            for attempt in wave:
+                self._gate.enter(attempt.order)
+            try:
+                episodes += await self._wave(wave, asyncio.Semaphore(len(wave)), limits, temperature, on_end)
+            finally:
+                for attempt in wave:
+                    self._gate.leave(attempt.order)
+        return episodes
+
+    async def _wave(
+        self,
+        attempts: Sequence[Attempt],
+        slots: asyncio.Semaphore,
+        limits: Limits,
+        temperature: float,
+        on_end: Callable[[Episode], None],
+    ) -> list[Episode]:
+        async def one(attempt: Attempt) -> Episode:
+            async with slots:
+                try:
+                    episode = await self._episode(attempt, limits, temperature)
+                finally:
+                    if self._gate is not None:
+                        self._gate.leave(attempt.order)
+            on_end(episode)
+            return episode
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(attempt)) for attempt in attempts]
+        return [task.result() for task in running]
+
+    async def _episode(self, attempt: Attempt, limits: Limits, temperature: float) -> Episode:
+        try:
+            async with (
+                self._sessions.open(attempt.order, temperature=temperature) as session,
+                _closing(self._environments.create()) as environment,
+            ):
+                episode = await run_episode(
+                    environment,
+                    session.policy,
+                    task_id=attempt.task_id,
+                    opening=self._opening,
+                    limits=limits,
+                    seed=attempt.seed,
+                )
+                if self._gate is not None:
+                    self._gate.leave(attempt.order)
+                episode.segments = tuple(session.segments())
+                episode.info["capture"] = session.counters()
+                return episode
+        except TermrlError as error:
+            return _failed(attempt, error)
+
+
+@asynccontextmanager
+async def _closing(environment: Environment) -> AsyncIterator[Environment]:
+    try:
+        yield environment
+    finally:
+        await asyncio.shield(environment.close())
+
+
+def _failed(attempt: Attempt, error: TermrlError) -> Episode:
+    """An episode that never came about or whose end was lost: no reward, whatever happened in it."""
+    sandbox = isinstance(error, SandboxError)
+    cause = Cause(error.cause) if isinstance(error, SandboxError) else Cause.ENGINE_ERROR
+    return Episode(
+        task_id=attempt.task_id,
+        seed=attempt.seed,
+        end_reason=EndReason.ENVIRONMENT_ERROR if sandbox else EndReason.POLICY_ERROR,
+        verdict=Verdict.missing(cause, error.message),
+        error=error.message,
+    )
