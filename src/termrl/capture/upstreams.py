@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from termrl.errors import CaptureError
 
 FinishReason = Literal["stop", "length", "fence", "abort", "context"]
 
@@ -42,12 +45,18 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """What the engine sampled. ``logprobs[i]`` is that of ``token_ids[i]`` under the sampling distribution."""
+    """What the engine sampled. ``logprobs[i]`` is that of ``token_ids[i]`` under the sampling distribution.
+
+    ``service_s`` and ``queue_s`` are the seconds that the engine worked on the turn and that the turn waited for it;
+    ``None`` where the engine cannot tell.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+    service_s: float | None = None
+    queue_s: float | None = None
 
 
 class Upstream(Protocol):
@@ -68,3 +77,43 @@ class Upstream(Protocol):
     async def release(self, session_id: str) -> None:
         """Forget what is cached for a session. Idempotent."""
         ...
+
+
+def check_result(result: GenerateResult) -> None:
+    """Refuse what cannot be trained on.
+
+    Raises:
+        CaptureError: ids or logprobs are missing, differ in length, are not numbers, or are no logprobs.
+    """
+    ids, logprobs = result.token_ids, result.logprobs
+    if ids is None or logprobs is None:
+        raise CaptureError("the engine returned no " + ("token ids" if ids is None else "logprobs"))
+    if len(ids) != len(logprobs):
+        raise CaptureError(f"the engine returned {len(ids)} token ids but {len(logprobs)} logprobs")
+    if not ids and result.finish_reason in ("stop", "length", "fence"):
+        raise CaptureError(f"the engine returned no token ids for a turn that finished with {result.finish_reason!r}")
+    if any(not isinstance(token, int) or token < 0 for token in ids):
+        raise CaptureError("the engine returned something that is no token id")
+    if any(not isinstance(value, float) or not math.isfinite(value) or value > 1e-3 for value in logprobs):
+        raise CaptureError("the engine returned a logprob that is missing, not finite or positive")
+
+
+async def preflight(upstream: Upstream, prompt_ids: tuple[int, ...], *, session_id: str = "preflight") -> None:
+    """Sample two tokens before a run starts, so that an engine that cannot be trained on is found at once.
+
+    ``prompt_ids`` is any short valid prompt.
+
+    Raises:
+        CaptureError: ids or logprobs are missing or malformed, or two sampled tokens came without a distribution.
+        PolicyError: the engine failed.
+    """
+    request = GenerateRequest(session_id, prompt_ids, SamplingParams(temperature=1.0, max_tokens=2, seed=0))
+    try:
+        result = await upstream.generate(request)
+    finally:
+        await upstream.release(session_id)
+    check_result(result)
+    if not result.token_ids:
+        raise CaptureError("the engine sampled no token", hint="look at the engine's log")
+    if len(result.token_ids) > 2:
+        raise CaptureError(f"the engine sampled {len(result.token_ids)} tokens where 2 were asked for")
