@@ -1,8 +1,8 @@
-"""The nouns of scoring: :class:`Outcome`, :class:`Cause`, :class:`EndReason`, :class:`Verdict`, and the one
-table that maps (end reason, verdict) to a reward.
+"""The nouns of scoring: :class:`Outcome`, :class:`Cause`, :class:`EndReason`, :class:`Verdict`.
 
 1 comes only from the task's tests. 0 comes only from the tests or from a listed policy cause. All else is
-``None``: the episode leaves the batch, its group's baseline and every denominator.
+``None``: the episode leaves the batch, its group's baseline and every denominator. The table that maps
+(end reason, verdict) to a reward is in :mod:`termrl.verifier.outcomes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Outcome(StrEnum):
@@ -59,7 +59,40 @@ class Cause(StrEnum):
 
 POLICY_CAUSES = frozenset({Cause.TESTS_FAILED, Cause.BROKE_VERIFIER, Cause.WALL_CAP, Cause.VERIFIER_TIMEOUT_BY_POLICY})
 
+INFRASTRUCTURE_CAUSES = frozenset(Cause) - POLICY_CAUSES
+
 HARNESS = "tests/test.sh"
+
+
+class Finding(StrEnum):
+    """How a missing verdict was attributed (the steps of :func:`termrl.verifier.attribution.attribute`)."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """A recognised infrastructure cause: never attributed."""
+    DROPPED = "dropped"
+    """``missing_verdict = drop``: not asked."""
+    SECOND_RUN_SCORED = "second_run_scored"
+    """The same sandbox gave a verdict the second time; that one counts."""
+    UNTOUCHED_SCORED = "untouched_scored"
+    """Two untouched sandboxes gave verdicts: the policy broke its verifier."""
+    UNTOUCHED_SILENT = "untouched_silent"
+    """An untouched sandbox gave no verdict either: nobody knows, so no reward."""
+
+
+class Attribution(BaseModel):
+    """What asking for the reason of a missing verdict found and cost.
+
+    Attributes:
+        first_cause: the cause that the first verify run gave.
+        extra_runs: verify runs beyond the first; ``seconds``: the time they took, sandboxes included.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    finding: Finding
+    first_cause: Cause
+    extra_runs: int = 0
+    seconds: float = 0.0
 
 
 class Verdict(BaseModel):
@@ -76,6 +109,11 @@ class Verdict(BaseModel):
         attempts: how many times tests were run to come to this verdict.
         signals: tamper signals (name → evidence).
         integrity: ``sealed`` if tests were absent while the agent acted, ``exposed`` if it could read them.
+        attribution: how a missing verdict was looked into, and the cost; ``None`` when the first run gave one.
+
+    Raises:
+        ValueError: an outcome with a cause or raw reward that contradicts it (so that a zero for an
+            infrastructure cause cannot be written down).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -91,15 +129,41 @@ class Verdict(BaseModel):
     signals: dict[str, Any] = {}
     integrity: Literal["sealed", "exposed"] = "sealed"
     harness: str = HARNESS
+    attribution: Attribution | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Verdict:
+        if self.raw_reward is not None and not 0.0 <= self.raw_reward <= 1.0:
+            raise ValueError(f"raw_reward {self.raw_reward} is outside [0, 1]")
+        if self.outcome is Outcome.PASSED:
+            consistent = self.cause is None and self.raw_reward in (None, 1.0)
+        elif self.outcome is Outcome.FAILED:
+            consistent = self.cause in POLICY_CAUSES and self.raw_reward != 1.0
+        else:
+            consistent = self.cause in INFRASTRUCTURE_CAUSES and self.raw_reward is None
+        if not consistent:
+            raise ValueError(f"{self.outcome} contradicts cause {self.cause} with raw reward {self.raw_reward}")
+        return self
 
     @property
     def reward(self) -> float | None:
-        """1.0, 0.0 or ``None`` (binary; see :func:`reward_of` for raw rewards)."""
+        """1.0, 0.0 or ``None`` (binary; see :func:`termrl.verifier.outcomes.reward_of` for raw rewards)."""
         if self.outcome is Outcome.PASSED:
             return 1.0
         if self.outcome is Outcome.FAILED:
             return 0.0
         return None
+
+    @classmethod
+    def scored(cls, raw_reward: float, **evidence: Any) -> Verdict:
+        """What the tests wrote: passed exactly when ``raw_reward`` is 1, else failed (a fraction is kept raw).
+
+        Raises:
+            ValueError: ``raw_reward`` is outside [0, 1] or not a number.
+        """
+        if raw_reward == 1.0:
+            return cls(outcome=Outcome.PASSED, raw_reward=1.0, **evidence)
+        return cls(outcome=Outcome.FAILED, cause=Cause.TESTS_FAILED, raw_reward=raw_reward, **evidence)
 
     @classmethod
     def missing(cls, cause: Cause, detail: str = "", **evidence: Any) -> Verdict:

@@ -1,0 +1,237 @@
+"""Running a task's own tests in a sandbox and saying what they said.
+
+The policy is an adversary: its processes are gone before the tests appear, the tests get a clean environment and
+a home directory that did not exist before, and the reward is read by the host as a small regular file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from termrl.errors import CommandError, SandboxError
+from termrl.sandboxes.base import ExecResult, Sandbox
+from termrl.tasks.task import Task
+from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
+from termrl.verifier.reward import MAX_REWARD_BYTES, RewardFormatError, parse_reward_json, parse_reward_txt
+from termrl.verifier.verdict import Cause, Verdict
+
+LOGS = "/logs/verifier"
+TEST_SCRIPT = "/tests/test.sh"
+TEST_OUTPUT = f"{LOGS}/test-stdout.txt"
+REWARD_FILES = {f"{LOGS}/reward.json": parse_reward_json, f"{LOGS}/reward.txt": parse_reward_txt}
+
+KEEP_SERVICES = "termrl_keep_services"
+
+_TAIL_BYTES = 8 * 1024
+_HANG_GRACE_S = 5.0
+_CLEANUP_S = 5.0
+
+# $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved.
+_DRIVER = f"""\
+mkdir -m 700 -- "$HOME" || exit
+"$BASH" {TEST_SCRIPT} >{TEST_OUTPUT} 2>&1 </dev/null
+code=$?
+tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}
+rm -rf -- "$HOME"
+exit $code
+"""
+
+_UNTRUSTED_ROOTS = ("/root", "/home", "/tmp", "/var/tmp", "/dev", "/run", "/proc")
+
+
+@dataclass
+class _Evidence:
+    """What is known so far; goes into the verdict whatever happens."""
+
+    started: float
+    exit_code: int | None = None
+    output: str = ""
+    signals: dict[str, Any] = field(default_factory=dict)
+    exposed: bool = False
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "exit_code": self.exit_code,
+            "output_tail": self.output[-_TAIL_BYTES:],
+            "duration_s": self.elapsed,
+            "signals": dict(self.signals),
+            "integrity": "exposed" if self.exposed else "sealed",
+        }
+
+
+async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None) -> Verdict:
+    """Run the task's tests in ``sandbox`` and read the reward they wrote.
+
+    Every process that the policy left is stopped and killed first, unless the task says
+    ``[metadata] termrl_keep_services = true``: then they live on through the tests, and if there are any the
+    verdict's integrity is ``exposed``, because they could read the tests and reach the reward.
+
+    test.sh runs from the task's workdir with bash, by its absolute path, its output in
+    ``/logs/verifier/test-stdout.txt``. Its exit code decides nothing. ``reward.json`` counts before
+    ``reward.txt``. The tests are gone again when this returns.
+
+    Args:
+        timeout_s: budget in seconds for upload, tests and download together; the task's own when ``None``.
+            A timeout is no verdict, even if a reward was written.
+
+    Returns:
+        passed or failed with the raw reward, or no verdict with one of the causes sandbox_lost,
+        verifier_timeout, bootstrap_failed, bad_reward, verifier_crash.
+
+    Raises:
+        TaskError: ``[verifier] env`` names a host variable that is not set.
+    """
+    budget = task.verifier_timeout_s if timeout_s is None else timeout_s
+    env = verifier_environment(task)
+    evidence = _Evidence(started=time.monotonic())
+    try:
+        async with asyncio.timeout(budget + _HANG_GRACE_S):
+            verdict = await _run_tests(sandbox, task, env, budget, evidence)
+    except TimeoutError:
+        verdict = _timed_out(budget, evidence)
+    except SandboxError as error:
+        verdict = Verdict.missing(Cause(error.cause), error.message, **evidence.fields())
+    finally:
+        await _take_tests_away(sandbox)
+    return verdict
+
+
+async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: float, evidence: _Evidence) -> Verdict:
+    keep_services = bool(task.metadata.get(KEEP_SERVICES, False))
+    if not keep_services:
+        await sandbox.kill_all()
+    planted = await _reward_files_present(sandbox)
+    if planted:
+        evidence.signals["planted_reward"] = planted
+    try:
+        await sandbox.open_verify_window(task.tests)
+        if await _reward_files_present(sandbox):
+            return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
+        result = await sandbox.exec(
+            _DRIVER,
+            timeout_s=max(budget - evidence.elapsed, 0.001),
+            cwd=task.sandbox.workdir,
+            env=env,
+            clean_env=True,
+            output_limit=2 * _TAIL_BYTES,
+        )
+    except (CommandError, OSError) as error:
+        if isinstance(error, TimeoutError):
+            raise
+        return _missing(Cause.VERIFIER_CRASH, f"the tests could not be started: {error}", evidence)
+    evidence.exit_code, evidence.output = result.exit_code, result.output
+    if keep_services:
+        if result.background:
+            evidence.signals["kept_services"] = result.background
+            evidence.exposed = True
+    elif result.background:
+        await sandbox.kill_all()
+    if result.timed_out:
+        evidence.output = await _partial_output(sandbox)
+        return _timed_out(budget, evidence)
+    verdict = await _read_reward(sandbox, task, result, evidence)
+    # The download is part of the budget: a reward that came too late is no verdict.
+    return _timed_out(budget, evidence) if evidence.elapsed > budget else verdict
+
+
+async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidence: _Evidence) -> Verdict:
+    for path, parse in REWARD_FILES.items():
+        try:
+            reward = parse(await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES))
+        except FileNotFoundError:
+            continue
+        except RewardFormatError as error:
+            return _missing(Cause.BAD_REWARD, str(error), evidence)
+        except (ValueError, OSError) as error:
+            return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
+        return Verdict.scored(reward, **evidence.fields())
+    line = bootstrap_failure(result.output)
+    if line is not None and (task.tests_use_network or downloads_in(task.tests)):
+        return _missing(Cause.BOOTSTRAP_FAILED, line, evidence)
+    detail = f"the tests wrote no reward (exit status {result.exit_code}{', out of memory' if result.oom else ''})"
+    return _missing(Cause.VERIFIER_CRASH, detail, evidence)
+
+
+def verifier_environment(task: Task) -> dict[str, str]:
+    """The variables that test.sh gets over the backend's fixed base: the image's, the task's, a fresh ``HOME``.
+
+    Raises:
+        TaskError: ``[verifier] env`` names a host variable that is not set.
+    """
+    env = dict(task.sandbox.env)
+    if "PATH" in env:
+        env["PATH"] = trusted_path(env["PATH"], task.sandbox.workdir)
+    env.update(resolved(task.verifier_env, f"{task.path / 'task.toml'}: verifier.env"))
+    env["HOME"] = f"/tmp/termrl-verifier-{secrets.token_hex(8)}"
+    return env
+
+
+def resolved(env: Mapping[str, str], where: str) -> dict[str, str]:
+    """``env`` with whole-value ``${VAR}`` and ``${VAR:-default}`` filled from the host.
+
+    Raises:
+        TaskError: a variable is not set on the host; the message begins with ``where``.
+    """
+    if not env:
+        return {}
+    from termrl.tasks import resolve_env
+
+    return resolve_env(dict(env), where)
+
+
+def trusted_path(path: str, workdir: str) -> str:
+    """``path`` with the folders that any user writes to (homes, temp folders, ``workdir``) moved to its end.
+
+    Relative and empty elements, which mean the current directory, are dropped. Order is kept otherwise.
+    """
+    roots = (*_UNTRUSTED_ROOTS, workdir.rstrip("/") or "/")
+
+    def is_trusted(folder: str) -> bool:
+        return not any(folder == root or folder.startswith(root.rstrip("/") + "/") for root in roots if root != "/")
+
+    folders = [folder for folder in path.split(":") if folder.startswith("/")]
+    return ":".join([*filter(is_trusted, folders), *(folder for folder in folders if not is_trusted(folder))])
+
+
+def _missing(cause: Cause, detail: str, evidence: _Evidence) -> Verdict:
+    return Verdict.missing(cause, detail, **evidence.fields())
+
+
+def _timed_out(budget: float, evidence: _Evidence) -> Verdict:
+    return _missing(Cause.VERIFIER_TIMEOUT, f"no verdict within {budget:g} s", evidence)
+
+
+async def _reward_files_present(sandbox: Sandbox) -> list[str]:
+    present = []
+    for path in REWARD_FILES:
+        try:
+            await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES)
+        except FileNotFoundError:
+            continue
+        except (ValueError, OSError):
+            pass
+        present.append(path)
+    return present
+
+
+async def _partial_output(sandbox: Sandbox) -> str:
+    with contextlib.suppress(CommandError):
+        tail = f"tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}"
+        return (await sandbox.exec(tail, timeout_s=_CLEANUP_S, cwd="/", clean_env=True)).output
+    return ""
+
+
+async def _take_tests_away(sandbox: Sandbox) -> None:
+    with contextlib.suppress(SandboxError, OSError, TimeoutError):
+        async with asyncio.timeout(_CLEANUP_S):
+            await sandbox.close_verify_window()
