@@ -45,7 +45,7 @@ def bootstrap_failure(output: str) -> str | None:
     return output[start : end if end >= 0 else len(output)].strip()[:200]
 
 
-def tests_download(tests: Path) -> bool:
+def downloads_in(tests: Path) -> bool:
     """Whether the task's own tests fetch anything.
 
     Where they do not, a message about the network in their output cannot be the infrastructure's: it is text

@@ -17,7 +17,7 @@ from typing import Any
 from termrl.errors import CommandError, SandboxError
 from termrl.sandboxes.base import ExecResult, Sandbox
 from termrl.tasks.task import Task
-from termrl.verifier.bootstrap import bootstrap_failure, tests_download
+from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
 from termrl.verifier.reward import MAX_REWARD_BYTES, RewardFormatError, parse_reward_json, parse_reward_txt
 from termrl.verifier.verdict import Cause, Verdict
 
@@ -156,7 +156,7 @@ async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidenc
             return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
         return Verdict.scored(reward, **evidence.fields())
     line = bootstrap_failure(result.output)
-    if line is not None and (task.tests_use_network or tests_download(task.tests)):
+    if line is not None and (task.tests_use_network or downloads_in(task.tests)):
         return _missing(Cause.BOOTSTRAP_FAILED, line, evidence)
     detail = f"the tests wrote no reward (exit status {result.exit_code}{', out of memory' if result.oom else ''})"
     return _missing(Cause.VERIFIER_CRASH, detail, evidence)
