@@ -42,7 +42,8 @@ class Batch:
     """What one step trains on, and an account of everything that it does not.
 
     Attributes:
-        samples: the episodes with an advantage that is not 0 by construction, in (group, sample) order.
+        samples: the episodes that are trained on, in (group, sample) order.
+        trained: which those are, as (group, sample).
         advantages: of every episode, by (group, sample); ``None`` where there is no verdict.
         dropped: episodes without a verdict, by cause.
         dead: groups left out, by reason.
@@ -50,14 +51,12 @@ class Batch:
     """
 
     samples: list[Sample] = field(default_factory=list)
+    trained: set[tuple[int, int]] = field(default_factory=set)
     advantages: dict[tuple[int, int], float | None] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     dead: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
 
-    def trains(self, group: int, sample: int) -> bool:
-        """Whether the episode is in the batch."""
-        return any(s.group == group and s.episode == sample for s in self.samples)
 
 
 def build_batch(
@@ -87,6 +86,7 @@ def build_batch(
             else:
                 if truncated and mask_truncated:
                     batch.masked["truncated"] += tokens
+                batch.trained.add((group.index, place))
                 batch.samples.append(Sample(episode.segments, advantage, group.index, place, truncated))
     return batch
 

@@ -90,6 +90,13 @@ def rollout_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     return metrics
 
 
+def capture_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Fidelity of the token record, summed over the sessions of the step's episodes."""
+    counters = [episode.info.get("capture", {}) for episode in episodes]
+    names = {"re_rendered_turns": "rollout/re_rendered_turns", "branches": "rollout/branches"}
+    return {metric: sum(counter.get(name, 0) for counter in counters) for name, metric in names.items()}
+
+
 def perf_metrics(timings: Timings, *, episodes: int, tokens: int) -> dict[str, float]:
     """``perf/*``: seconds, and rates over the step's wall time (``tokens``: those that the policy sampled)."""
     return {
@@ -149,7 +156,6 @@ class RunTotals:
     branches: int = 0
     logprob_diff: float = 0.0
     commands_run: int = 0
-    wall_s: float = 0.0
 
     def add(self, metrics: Mapping[str, float], batch: Batch) -> None:
         """Count one step. ``logprob_diff`` keeps the largest step's mean absolute difference."""

@@ -138,9 +138,16 @@ class RunStore:
         return path
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after training step ``step`` finished (resuming does those steps again)."""
-        keep_jsonl(self.path / "metrics.jsonl", _leading(self.metrics(), lambda r: r["step"] <= step))
-        keep_jsonl(self.path / "episodes.jsonl", _leading(self.episodes(), lambda r: r["step"] <= step))
+        """Forget what was recorded after training step ``step`` was done: resuming does that again.
+
+        Evaluations at ``step`` itself come after it, so they are forgotten too.
+        """
+
+        def stays(record: dict[str, Any]) -> bool:
+            return record["step"] < step or (record["step"] == step and record["phase"] == "train")
+
+        keep_jsonl(self.path / "metrics.jsonl", _leading(self.metrics(), stays))
+        keep_jsonl(self.path / "episodes.jsonl", _leading(self.episodes(), stays))
         for path in (self.path / "tokens").glob("step-*.parquet"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()

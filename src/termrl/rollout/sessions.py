@@ -1,0 +1,48 @@
+"""Policy sessions on a session server in this process, talked to over loopback HTTP like any other endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from termrl.agent.policy import ChatPolicy
+from termrl.capture.chat import SamplingDefaults
+from termrl.capture.server import SessionServer
+from termrl.errors import TermrlError
+from termrl.rollout.scheduler import PolicySession
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+class ServerSessions:
+    """Opens a session per episode on ``server``; ``client`` carries the calls of all of them."""
+
+    def __init__(self, server: SessionServer, client: AsyncOpenAI, *, stop_at_fence: bool) -> None:
+        self._server = server
+        self._client = client
+        self._stop_at_fence = stop_at_fence
+
+    @asynccontextmanager
+    async def open(self, order: int, *, temperature: float) -> AsyncIterator[PolicySession]:
+        """A policy with its own token record, deleted on every path."""
+        sampling = SamplingDefaults(temperature=temperature, stop_at_fence=self._stop_at_fence)
+        session_id = self._server.create_session(order=order, sampling=sampling)
+        policy = ChatPolicy(
+            self._client,
+            model=self._server.upstream.model_name,
+            temperature=temperature,
+            base_url=f"{self._server.url}/sessions/{session_id}/v1",
+        )
+        try:
+            yield PolicySession(
+                policy,
+                segments=lambda: self._server.segments(session_id),
+                counters=lambda: asdict(self._server.counters(session_id)),
+            )
+        finally:
+            with contextlib.suppress(TermrlError):  # gone already when the server is shutting down
+                self._server.delete_session(session_id)

@@ -1,0 +1,272 @@
+"""GRPO, the whole loop: evaluate, then for each step roll out groups, take advantages, update, renew the engine.
+
+Group relative policy optimisation (arXiv:2402.03300) with the choices of DAPO (arXiv:2503.14476) and Dr. GRPO
+(arXiv:2503.20783) as settings. The parts are given (see :mod:`termrl.training.local`): this module only says what
+happens in which order, what is recorded, and when a run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from termrl.agent.types import Episode
+from termrl.config import TrainConfig
+from termrl.errors import RunError
+from termrl.rollout.curriculum import pick_tasks
+from termrl.rollout.groups import Batch, Group, build_batch
+from termrl.rollout.pools import TaskPools
+from termrl.rollout.scheduler import Attempt, Scheduler
+from termrl.rollout.seeds import derive_seed
+from termrl.runs.metrics import (
+    EvalScores,
+    Timings,
+    capture_metrics,
+    eval_metrics,
+    perf_metrics,
+    rollout_metrics,
+    score_families,
+)
+from termrl.runs.progress import Progress
+from termrl.runs.records import episode_record
+from termrl.runs.store import RunStore, TokenRow
+from termrl.training.advantages import Sample
+from termrl.training.events import Watcher
+
+
+class Learner(Protocol):
+    """What turns a batch into new weights; :class:`termrl.training.trainer.Trainer` is one."""
+
+    def update(self, samples: Sequence[Sample]) -> Any:
+        """One policy update; gives :class:`termrl.training.trainer.UpdateMetrics`."""
+        ...
+
+    def merged_weights(self) -> Mapping[str, Any]:
+        """The changed weights, by their transformers names."""
+        ...
+
+
+class Engine(Protocol):
+    """What samples the policy; :class:`termrl.engine.transformers.EmbeddedEngine` is one."""
+
+    def set_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+        """Sample from these weights from now on."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        ...
+
+
+class Saver(Protocol):
+    """Where checkpoints go; :class:`termrl.training.local.Checkpoints` is one."""
+
+    def save(self, step: int, progress: Mapping[str, Any], *, score: float | None) -> None:
+        """Keep weights, optimiser state and ``progress`` after ``step``, atomically."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives."""
+
+    learner: Learner
+    engine: Engine
+    scheduler: Scheduler
+    pools: TaskPools
+    saver: Saver
+
+
+class GRPO:
+    """One training run. ``progress`` is where it stands: new, or what a checkpoint brought back."""
+
+    def __init__(
+        self, config: TrainConfig, parts: Parts, store: RunStore, progress: Progress, watcher: Watcher
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._store = store
+        self._progress = progress
+        self._watcher = watcher
+        self._saved = progress.step
+
+    async def run(self) -> None:
+        """Train to the end; ``progress`` holds the outcome.
+
+        Raises:
+            RunError: nothing can be learnt (no verdicts, no commands, no group with a signal), and why.
+            CancelledError: interrupted; the last finished step has been checkpointed.
+        """
+        config, progress = self._config, self._progress
+        self._parts.engine.set_weights(self._parts.learner.merged_weights(), progress.step)
+        try:
+            if progress.before is None:
+                progress.before = await self._evaluate("before")
+            while progress.step < config.steps and not self._ends_early():
+                if self._evaluation_due():
+                    progress.during[progress.step] = await self._evaluate(f"at step {progress.step}")
+                step = progress.step + 1
+                started = time.monotonic()
+                groups = await self._roll_out(step)
+                # from here to the checkpoint nothing is awaited: an interrupt cannot come between the parts of a step
+                self._learn(step, groups, started)
+                if step % config.checkpoint.every == 0 or step == config.steps:
+                    self._save()
+            progress.after = await self._evaluate("after") if progress.step else progress.before
+        except (asyncio.CancelledError, RunError):
+            if progress.step > self._saved:
+                self._save()
+            raise
+
+    async def _roll_out(self, step: int) -> list[Group]:
+        """The step's groups: ``samples`` episodes of each of ``groups`` tasks, on the current weights."""
+        config = self._config
+        n = config.rollout.samples
+        tasks = pick_tasks(self._parts.pools.train, step=step, count=config.rollout.groups, seed=config.seed)
+        attempts = [
+            Attempt(task.id, task.family, group, sample, derive_seed(config.seed, step, task.id, sample), group * n + sample)
+            for group, task in enumerate(tasks)
+            for sample in range(n)
+        ]
+        self._watcher.phase("rollout", step=step, total=len(attempts))
+        episodes = await self._parts.scheduler.run(
+            attempts,
+            limits=config.episode.limits(evaluating=False),
+            temperature=config.sampling.temperature,
+            on_end=self._watcher.episode,
+        )
+        return [
+            Group(group, task.id, task.family, tuple(episodes[group * n : (group + 1) * n]))
+            for group, task in enumerate(tasks)
+        ]
+
+    def _learn(self, step: int, groups: Sequence[Group], started: float) -> None:
+        """Advantages, update, new weights in the engine, and the step's record."""
+        training = self._config.training
+        rolled_out = time.monotonic()
+        generation_s = self._parts.engine.busy_s - self._progress.engine_s
+        batch = build_batch(groups, scale=training.advantage_scale, mask_truncated=training.mask_truncated)
+        self._watcher.phase("update", step=step, total=0)
+        update = self._parts.learner.update(batch.samples)
+        self._parts.engine.set_weights(self._parts.learner.merged_weights(), step)
+        ended = time.monotonic()
+        timings = Timings(ended - started, rolled_out - started, generation_s, ended - rolled_out)
+
+        episodes = [episode for group in groups for episode in group.episodes]
+        metrics = {**rollout_metrics(groups, batch), **capture_metrics(episodes), **update_metrics(update)}
+        metrics |= perf_metrics(timings, episodes=len(episodes), tokens=int(metrics["rollout/tokens_captured"]))
+        self._record(step, groups, batch, metrics)
+        self._progress.finish_step(step, metrics, batch)
+        self._progress.engine_s = self._parts.engine.busy_s
+        self._watcher.step(step, metrics)
+
+    async def _evaluate(self, name: str) -> EvalScores:
+        """Run every held-out task once and record it; ``name`` is ``before``, ``after`` or where training stands."""
+        config, step, tasks = self._config, self._progress.step, self._parts.pools.held_out
+        # the seed leaves the step out: before and after draw the same numbers, so their difference is the weights'
+        attempts = [
+            Attempt(task.id, task.family, index, 0, derive_seed(config.seed, "evaluation", task.id), index)
+            for index, task in enumerate(tasks)
+        ]
+        self._watcher.phase("evaluate", step=step, total=len(attempts))
+        started = time.monotonic()
+        temperature = config.evaluation.temperature
+        episodes = await self._parts.scheduler.run(
+            attempts,
+            limits=config.episode.limits(evaluating=True),
+            temperature=config.sampling.temperature if temperature is None else temperature,
+            on_end=self._watcher.episode,
+        )
+        self._progress.evaluation_s = time.monotonic() - started
+        self._progress.engine_s = self._parts.engine.busy_s
+        scores = score_families(episodes, [task.family for task in tasks], untrained=self._parts.pools.untrained)
+        self._store.append_episodes(
+            [
+                episode_record(episode, phase="eval", step=step, family=task.family, group=index, sample=0)
+                for index, (task, episode) in enumerate(zip(tasks, episodes, strict=True))
+            ]
+        )
+        self._store.append_metrics({"step": step, "phase": "eval", "name": name, **eval_metrics(scores)})
+        self._watcher.evaluated(name, scores)
+        _check_evaluation(episodes, scores)
+        return scores
+
+    def _record(self, step: int, groups: Sequence[Group], batch: Batch, metrics: Mapping[str, float]) -> None:
+        records: list[dict[str, Any]] = []
+        rows: list[TokenRow] = []
+        for group in groups:
+            for place, episode in enumerate(group.episodes):
+                advantage = batch.advantages[group.index, place]
+                trained = (group.index, place) in batch.trained
+                records.append(
+                    episode_record(
+                        episode,
+                        phase="train",
+                        step=step,
+                        family=group.family,
+                        group=group.index,
+                        sample=place,
+                        advantage=advantage,
+                        trained=trained,
+                    )
+                )
+                rows += [
+                    TokenRow(step, group.index, place, episode.task_id, episode.reward, advantage, trained, segment)
+                    for segment in episode.segments
+                ]
+        self._store.write_tokens(step, rows)
+        self._store.append_episodes(records)
+        self._store.append_metrics({"step": step, "phase": "train", **metrics})
+
+    def _evaluation_due(self) -> bool:
+        every, step = self._config.evaluation.every, self._progress.step
+        return every > 0 and step > 0 and step % every == 0 and step not in self._progress.during
+
+    def _ends_early(self) -> bool:
+        """Whether training is over before its last step: solved, or out of time.
+
+        Raises:
+            RunError: nothing can be learnt.
+        """
+        progress, stop = self._progress, self._config.stop
+        reason = progress.hopeless(stop)
+        if reason is not None:
+            raise RunError(f"step {progress.step}: {reason}", hint=f"look at {self._store.path / 'episodes.jsonl'}")
+        if progress.solved_steps >= stop.dead_steps:
+            progress.stopped = f"solved: {progress.solved_steps} steps in a row passed every episode"
+        limit = self._config.max_wall_s
+        if limit is not None and progress.wall_s + progress.longest_step_s + progress.evaluation_s > limit:
+            progress.stopped = f"time: another step and the evaluation would not fit in max_wall_s = {limit:g}"
+        return progress.stopped is not None
+
+    def _save(self) -> None:
+        progress = self._progress
+        self._parts.saver.save(progress.step, progress.state(), score=progress.last_reward)
+        self._saved = progress.step
+
+
+def update_metrics(update: Any) -> dict[str, float]:
+    """``train/*`` and ``rollout/logprob_diff`` of one update (left out where the update was skipped)."""
+    metrics: dict[str, float] = {"train/tokens": update.tokens_trained}
+    named = {
+        "train/loss": update.loss,
+        "train/grad_norm": update.grad_norm,
+        "train/clip_fraction": update.clip_fraction,
+        "train/kl": update.kl,
+        "rollout/logprob_diff": update.logprob_diff,
+    }
+    return metrics | {name: value for name, value in named.items() if value is not None}
+
+
+def _check_evaluation(episodes: Sequence[Episode], scores: EvalScores) -> None:
+    """Stop at once when not a single episode of an evaluation got a verdict: the infrastructure is broken."""
+    if episodes and all(episode.reward is None for episode in episodes):
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(scores.dropped.items()))
+        detail = next((e.error or (e.verdict.detail if e.verdict else "") for e in episodes), "")
+        raise RunError(
+            f"no episode of the evaluation got a verdict ({causes}): {detail}", hint="termrl doctor checks this machine"
+        )

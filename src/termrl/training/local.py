@@ -1,0 +1,194 @@
+"""A training run on this machine: model, engine, session server, sandboxes and trainer in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from termrl.agent.prompts import opening
+from termrl.config import TrainConfig
+from termrl.engine.bundled import ensure_model, model_sha256
+from termrl.errors import RunError
+from termrl.rollout.pools import TaskPools, check_families, check_runnable, generate_pools, load_pools
+from termrl.rollout.scheduler import Scheduler
+from termrl.runs.metrics import family_table
+from termrl.runs.progress import Progress
+from termrl.runs.store import RunStore, versions
+from termrl.sandboxes import open_provider
+from termrl.training import checkpoints
+from termrl.training.events import Watcher
+
+if TYPE_CHECKING:
+    from termrl.training.grpo import Parts
+    from termrl.training.trainer import Trainer
+
+
+class Checkpoints:
+    """Saves the trainer's state with the loop's progress in the run folder."""
+
+    def __init__(self, run: Path, trainer: Trainer, *, keep: int) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._keep = keep
+
+    def save(self, step: int, progress: Mapping[str, Any], *, score: float | None) -> None:
+        """Keep the state after ``step``. ``score`` is the mean reward of the rollouts that the step learnt from."""
+        checkpoints.save(self._run, self._trainer, step=step, score=score, loop=progress, keep_last=self._keep)
+
+
+def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
+    """Everything that can be refused before a run folder is made: model, families, task folders, sandbox.
+
+    Returns:
+        The model's folder, and the task pools where they come from folders (the bundled suite is written later).
+
+    Raises:
+        TermrlError: whatever is wrong with any of them.
+    """
+    check_families(config)
+    open_provider(config.sandbox.backend, **config.sandbox.settings)
+    opening(config.episode.opening)
+    pools = load_pools(config) if config.tasks.dir is not None else None
+    return ensure_model(config.model.path), pools
+
+
+async def train(
+    config: TrainConfig,
+    store: RunStore,
+    watcher: Watcher,
+    *,
+    model: Path,
+    pools: TaskPools | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Run GRPO to its end, write ``summary.json`` (also when it fails or is interrupted) and return the summary.
+
+    Args:
+        config: the resolved config.
+        store: the run's folder, held by this process.
+        watcher: told what happens.
+        model, pools: from :func:`prepare`.
+        resume: go on from the newest checkpoint; what was recorded after it is forgotten and done again.
+
+    Raises:
+        RunError: nothing can be learnt; the summary says why.
+        CancelledError: interrupted; the last finished step is checkpointed.
+    """
+    from termrl.training.grpo import GRPO
+
+    saved = checkpoints.latest(store.path) if resume else None
+    checkpoint = checkpoints.load(saved) if saved is not None else None
+    progress = Progress.from_state(checkpoint.loop) if checkpoint is not None else Progress()
+    if resume:
+        store.rewind(progress.step if checkpoint is not None else -1)
+    if pools is None:
+        pools = _bundled_pools(config, store.path / "tasks")
+    base = {"name": config.model.path, "sha256": model_sha256(model)}
+    watcher.started(store.path, steps=config.steps, first_step=progress.step + 1)
+    stopped: str | None = None
+    try:
+        async with open_parts(config, store.path, model, pools, checkpoint) as parts:
+            await GRPO(config, parts, store, progress, watcher).run()
+    except asyncio.CancelledError:
+        stopped = "interrupted"
+        raise
+    except RunError as error:
+        stopped = error.message
+        raise
+    finally:
+        progress.stopped = stopped or progress.stopped
+        summary = summarise(config, store.path, progress, base)
+        store.write_summary(summary)
+    watcher.finished(summary, progress.rewards)
+    return summary
+
+
+@asynccontextmanager
+async def open_parts(
+    config: TrainConfig,
+    run: Path,
+    model: Path,
+    pools: TaskPools,
+    checkpoint: checkpoints.Checkpoint | None = None,
+) -> AsyncIterator[Parts]:
+    """Open everything that the loop drives; all of it is closed on every path, sandboxes last."""
+    from termrl.agent.policy import chat_client
+    from termrl.capture.render import renderer_for
+    from termrl.capture.server import serve
+    from termrl.engine.transformers import EmbeddedEngine
+    from termrl.engine.upstream import EmbeddedUpstream
+    from termrl.environment.terminal import LocalEnvironmentFactory
+    from termrl.rollout.sessions import ServerSessions
+    from termrl.training.grpo import Parts
+    from termrl.training.trainer import Trainer
+
+    trainer = Trainer(
+        model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path
+    )
+    if checkpoint is not None:
+        trainer.load_state_dict(checkpoint.trainer)
+    engine = EmbeddedEngine(model, threads=config.model.threads)
+    async with AsyncExitStack() as stack:
+        provider = await stack.enter_async_context(open_provider(config.sandbox.backend, **config.sandbox.settings))
+        check_runnable(pools, provider)
+        upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
+        stack.push_async_callback(upstream.close)
+        server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
+        client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
+        scheduler = Scheduler(
+            environments=LocalEnvironmentFactory(
+                pools.by_id, provider, command_timeout_s=config.episode.command_timeout_s
+            ),
+            sessions=ServerSessions(server, client, stop_at_fence=config.episode.stop_at_fence),
+            gate=upstream if config.rollout.schedule == "lockstep" else None,
+            opening=opening(config.episode.opening),
+            concurrency=config.rollout.concurrency,
+        )
+        saver = Checkpoints(run, trainer, keep=config.checkpoint.keep)
+        yield Parts(trainer, engine, scheduler, pools, saver)
+
+
+def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[str, Any]) -> dict[str, Any]:
+    """``summary.json``. ``tokens_trained`` = ``tokens_captured`` - ``tokens_masked``, to the token."""
+    totals, before, after = progress.totals, progress.before, progress.after
+    return {
+        "eval_before": before.overall() if before else None,
+        "eval_after": after.overall() if after else None,
+        "eval_before_untrained": before.overall(untrained=True) if before else None,
+        "eval_after_untrained": after.overall(untrained=True) if after else None,
+        "eval_by_family": family_table(before, after),
+        "eval_dropped": {"before": before.dropped if before else {}, "after": after.dropped if after else {}},
+        "steps": totals.steps,
+        "episodes": totals.episodes,
+        "dropped": dict(totals.dropped),
+        "tokens_trained": totals.tokens_trained,
+        "tokens_captured": totals.tokens_captured,
+        "tokens_masked": sum(totals.masked.values()),
+        "tokens_masked_by_reason": dict(totals.masked),
+        "logprob_diff": totals.logprob_diff,
+        "re_rendered_turns": totals.re_rendered_turns,
+        "branches": totals.branches,
+        "rewards": [progress.rewards.get(step) for step in range(1, totals.steps + 1)],
+        "wall_s": round(progress.wall_s, 3),
+        "stopped": progress.stopped,
+        "seed": config.seed,
+        "base": dict(base),
+        "note": "an adapter of this run belongs to exactly this base; termrl export --merged writes a model that "
+        "stands alone",
+        "training": config.training.model_dump(mode="json"),
+        "run_dir": str(run),
+        "versions": versions(),
+    }
+
+
+def _bundled_pools(config: TrainConfig, folder: Path) -> TaskPools:
+    """The bundled suite's tasks, written into the run folder (again, if a resumed run finds them incomplete)."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    return generate_pools(config, folder)
+
+
