@@ -14,8 +14,10 @@ from termrl.verifier.verdict import Cause, EndReason, Outcome, Verdict
 def episode(reward: float | None, *, sampled: int = 2, end: EndReason = EndReason.TASK_COMPLETE) -> Episode:
     if reward is None:
         verdict = Verdict.missing(Cause.SANDBOX_LOST)
+    elif reward == 1:
+        verdict = Verdict(outcome=Outcome.PASSED, raw_reward=1.0)
     else:
-        verdict = Verdict(outcome=Outcome.PASSED if reward == 1 else Outcome.FAILED)
+        verdict = Verdict.zero(Cause.TESTS_FAILED, raw_reward=0.0)
     n = sampled + 1
     segment = Segment("s", (5,) * n, (0, *(1,) * sampled), (0.0, *(-0.5,) * sampled), (-1, *(0,) * sampled), 0.8, 1)
     return Episode("t", 0, end_reason=end, verdict=verdict, reward=reward, segments=(segment,))

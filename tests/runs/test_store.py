@@ -91,7 +91,7 @@ def test_sigkill_in_mid_write_leaves_whole_files(tmp_path: Path, delay_s: float)
         "s = RunStore.create(pathlib.Path(sys.argv[1]), given='', resolved='a = 1')\n"
         "print('go', flush=True)\n"
         "for n in range(10**9):\n"
-        "    s.append_episodes([{'step': n, 'i': i, 'text': 'x' * 3000} for i in range(200)])\n"
+        "    s.append_episodes([{'step': n, 'phase': 'train', 'i': i, 'text': 'x' * 3000} for i in range(200)])\n"
         "    s.write_summary({'n': n, 'text': 'y' * 300000, 'end': n})\n"
     )
     writer = run_python(code, str(tmp_path / "run"))
@@ -113,8 +113,8 @@ def test_sigkill_in_mid_write_leaves_whole_files(tmp_path: Path, delay_s: float)
         assert not [p.name for p in store.path.iterdir() if p.name.startswith(".")]
         kept = list(store.episodes())
         assert len(kept) == 200 * (last + 1)
-        store.append_episodes([{"step": last + 1}])
-        assert list(store.episodes())[-1] == {"step": last + 1}
+        store.append_episodes([{"step": last + 1, "phase": "train"}])
+        assert list(store.episodes())[-1] == {"step": last + 1, "phase": "train"}
 
 
 def test_a_torn_last_line_is_not_read(tmp_path: Path) -> None:
@@ -137,16 +137,18 @@ def test_tokens_read_back_exactly(tmp_path: Path) -> None:
     assert (row["step"], row["advantage"], row["trained"], row["policy_versions"]) == (3, 0.5, True, [-1, 3, 3])
 
 
-def test_rewinding_forgets_later_steps_only(tmp_path: Path) -> None:
+def test_rewinding_forgets_later_steps_and_the_evaluation_after_the_step(tmp_path: Path) -> None:
     segment = Segment("s", (1,), (1,), (-0.5,), (0,), 0.8, 1)
     with create(tmp_path / "run") as store:
         for step in (1, 2, 3):
-            store.append_episodes([{"step": step}])
-            store.append_metrics({"step": step})
+            store.append_episodes([{"step": step, "phase": "train"}, {"step": step, "phase": "eval"}])
+            store.append_metrics({"step": step, "phase": "train"})
+            store.append_metrics({"step": step, "phase": "eval"})
             store.write_tokens(step, [TokenRow(step, 0, 0, "t", 1.0, 0.5, True, segment)])
         store.write_summary({"done": True})
         store.rewind(2)
-        assert [r["step"] for r in store.metrics()] == [1, 2]
-        assert [r["step"] for r in store.episodes()] == [1, 2]
+        kept = [(1, "train"), (1, "eval"), (2, "train")]
+        assert [(r["step"], r["phase"]) for r in store.metrics()] == kept
+        assert [(r["step"], r["phase"]) for r in store.episodes()] == kept
         assert sorted(p.name for p in (store.path / "tokens").iterdir()) == ["step-0001.parquet", "step-0002.parquet"]
         assert not (store.path / "summary.json").exists()

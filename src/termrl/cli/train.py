@@ -47,16 +47,18 @@ def train(
     if keys:
         show_keys(console)
         return 0
-    from termrl.training.local import prepare
-
     if resume is not None:
         if settings or config:
             raise ConfigError("--resume takes the run's own settings: give no others beside it")
         with RunStore.resume(resume) as store:
             saved = load_settings(TrainConfig, files=[resume / "config.toml"])
+            from termrl.training.local import prepare
+
             model, pools = prepare(saved.config)
             return _run(console, saved.config, store, model=model, pools=pools, resume=True)
     loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=settings)
+    from termrl.training.local import prepare
+
     model, pools = prepare(loaded.config)
     with RunStore.create(_run_dir(loaded.config, config), given=_given(loaded), resolved=_resolved(loaded)) as store:
         return _run(console, loaded.config, store, model=model, pools=pools, resume=False)
@@ -120,8 +122,9 @@ def show_keys(console: Console) -> None:
     from pydantic import BaseModel
 
     table = Table(box=None, pad_edge=False, show_header=True)
-    for name in ("setting", "default", "meaning"):
-        table.add_column(name, overflow="fold")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("default", no_wrap=True)
+    table.add_column("meaning", overflow="fold")
 
     def add(model: BaseModel, prefix: str) -> None:
         for name, info in type(model).model_fields.items():

@@ -58,7 +58,6 @@ class Batch:
     masked: Counter[str] = field(default_factory=Counter)
 
 
-
 def build_batch(
     groups: Sequence[Group], *, scale: Literal["none", "group"] = "none", mask_truncated: bool = False
 ) -> Batch:

@@ -120,9 +120,7 @@ def check_runnable(pools: TaskPools, provider: SandboxProvider) -> None:
         TaskError: names tasks and features.
     """
     refused = {
-        task.id: reason
-        for task in pools.by_id.values()
-        if (reason := provider.refusal(task.sandbox)) is not None
+        task.id: reason for task in pools.by_id.values() if (reason := provider.refusal(task.sandbox)) is not None
     }
     if refused:
         lines = [f"{name}: {reason}" for name, reason in list(refused.items())[:_NAMED]]
@@ -133,7 +131,9 @@ def check_runnable(pools: TaskPools, provider: SandboxProvider) -> None:
 def _chosen(families: Mapping[str, list[Task]], names: Sequence[str], folder: Path) -> dict[str, list[Task]]:
     unknown = [name for name in names if name not in families]
     if unknown:
-        raise TaskError(f"{folder}: no tasks of family {_some(unknown)}", hint=f"families there: {_some(list(families))}")
+        raise TaskError(
+            f"{folder}: no tasks of family {_some(unknown)}", hint=f"families there: {_some(list(families))}"
+        )
     return {name: families[name] for name in (names or families)}
 
 

@@ -128,7 +128,9 @@ class GRPO:
         n = config.rollout.samples
         tasks = pick_tasks(self._parts.pools.train, step=step, count=config.rollout.groups, seed=config.seed)
         attempts = [
-            Attempt(task.id, task.family, group, sample, derive_seed(config.seed, step, task.id, sample), group * n + sample)
+            Attempt(
+                task.id, task.family, group, sample, derive_seed(config.seed, step, task.id, sample), group * n + sample
+            )
             for group, task in enumerate(tasks)
             for sample in range(n)
         ]
@@ -169,7 +171,7 @@ class GRPO:
         config, step, tasks = self._config, self._progress.step, self._parts.pools.held_out
         # the seed leaves the step out: before and after draw the same numbers, so their difference is the weights'
         attempts = [
-            Attempt(task.id, task.family, index, 0, derive_seed(config.seed, "evaluation", task.id), index)
+            Attempt(task.id, task.family, index, 0, seed=derive_seed(config.seed, "evaluation", task.id), order=index)
             for index, task in enumerate(tasks)
         ]
         self._watcher.phase("evaluate", step=step, total=len(attempts))

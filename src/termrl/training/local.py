@@ -125,9 +125,7 @@ async def open_parts(
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
 
-    trainer = Trainer(
-        model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path
-    )
+    trainer = Trainer(model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path)
     if checkpoint is not None:
         trainer.load_state_dict(checkpoint.trainer)
     engine = EmbeddedEngine(model, threads=config.model.threads)
@@ -190,5 +188,3 @@ def _bundled_pools(config: TrainConfig, folder: Path) -> TaskPools:
 
     shutil.rmtree(folder, ignore_errors=True)
     return generate_pools(config, folder)
-
-
