@@ -1,0 +1,184 @@
+"""Low-rank updates on disk, in peft's format, and full models with the update merged in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from termrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+
+_README = """\
+---
+base_model: {base}
+library_name: peft
+tags: [lora, reinforcement-learning, terminal]
+---
+
+# LoRA adapter for {base}
+
+Trained by reinforcement learning on terminal tasks with termrl. Rank {rank}, alpha {alpha:g}, on {targets}.
+
+The adapter belongs to the exact base weights with sha256
+
+    {sha256}
+
+(the digest of the base's safetensors file). On other weights of the same name, such as those before quantisation, it
+gives other results. `termrl export --merged` writes a model that stands alone.
+"""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What an adapter's folder says about it.
+
+    Attributes:
+        base: the base model's name.
+        sha256: of the base's weights; see :func:`base_sha256`.
+        rank, alpha: the weight is base + (alpha / rank) · B·A.
+        targets: names of the trained layers.
+    """
+
+    base: str
+    sha256: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+def base_sha256(model_dir: Path) -> str:
+    """sha256 of a model's weights: of its safetensors file or, for several, of what ``sha256sum`` prints of them.
+
+    Raises:
+        ModelError: the folder has no safetensors file.
+    """
+    digests: list[tuple[str, str]] = []
+    for path in _weight_files(model_dir):
+        with path.open("rb") as file:
+            digests.append((hashlib.file_digest(file, "sha256").hexdigest(), path.name))
+    if len(digests) == 1:
+        return digests[0][0]
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for digest, name in digests).encode()).hexdigest()
+
+
+def write_adapter(path: Path, info: AdapterInfo, weights: Mapping[str, Tensor]) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads. ``weights`` are under peft's names."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": info.base,
+        "r": info.rank,
+        "lora_alpha": info.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(info.targets),
+    }
+    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    metadata = {"format": "pt", "base_model": info.base, "base_sha256": info.sha256}
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path / WEIGHTS, metadata=metadata)
+    targets = ", ".join(sorted(info.targets))
+    text = _README.format(base=info.base, sha256=info.sha256, rank=info.rank, alpha=info.alpha, targets=targets)
+    (path / "README.md").write_text(text)
+
+
+def read_adapter(path: Path) -> tuple[AdapterInfo, dict[str, Tensor]]:
+    """Read what :func:`write_adapter` wrote.
+
+    Raises:
+        ModelError: a file is missing or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        info = AdapterInfo(
+            base=config["base_model_name_or_path"],
+            sha256=metadata.get("base_sha256", ""),
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            targets=tuple(config["target_modules"]),
+        )
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: not a LoRA adapter: {error}", hint="give a checkpoint's adapter folder") from error
+    return info, weights
+
+
+def export_merged(model_dir: Path, adapter: Path, out: Path) -> None:
+    """Write base + (alpha / rank) · B·A as a float32 model folder with its tokenizer, loadable by transformers.
+
+    The folder appears whole or not at all.
+
+    Args:
+        model_dir: the base that the adapter was trained on.
+        adapter: a folder in peft's format.
+        out: the folder to make; must not exist.
+
+    Raises:
+        ModelError: the adapter is of other base weights, a file is missing, or ``out`` exists.
+    """
+    from termrl.training.checkpoints import atomic_folder
+
+    if out.exists():
+        raise ModelError(f"{out}: exists already", hint="give a folder that does not exist")
+    info, updates = read_adapter(adapter)
+    if info.sha256 and info.sha256 != base_sha256(model_dir):
+        raise ModelError(
+            f"{adapter}: was trained on other base weights than those in {model_dir}", hint=f"its base is {info.base}"
+        )
+    with atomic_folder(out) as folder:
+        _write_merged(model_dir, info, updates, folder)
+
+
+def _write_merged(model_dir: Path, info: AdapterInfo, updates: dict[str, Tensor], folder: Path) -> None:
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    scaling = info.alpha / info.rank
+    merged: dict[str, Tensor] = {}
+    for path in _weight_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                weight = file.get_tensor(name).to(torch.float32)
+                layer = _PREFIX + name.removesuffix(".weight")
+                a, b = updates.pop(f"{layer}.lora_A.weight", None), updates.pop(f"{layer}.lora_B.weight", None)
+                if a is not None and b is not None:
+                    weight = torch.addmm(weight, b.to(torch.float32), a.to(torch.float32), alpha=scaling)
+                merged[name] = weight.contiguous()
+    if updates:
+        raise ModelError(f"the adapter trains layers that {model_dir} does not have: {sorted(updates)[0]}")
+    save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model_dir / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in sorted(model_dir.iterdir()):
+        weights = path.suffix in {".safetensors", ".bin", ".gguf"} or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    paths = sorted(model_dir.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{model_dir}: no safetensors file", hint="give a folder that transformers can load")
+    return paths

@@ -1,0 +1,389 @@
+"""One policy update over a prefix tree: :class:`Trainer`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from termrl.errors import ModelError
+from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter
+from termrl.training.advantages import Sample
+from termrl.training.batch import Batch, SkipReason, make_batch
+from termrl.training.config import TrainingConfig
+from termrl.training.decoder import PackedDecoder, attention_tiles
+from termrl.training.losses import LossTerms, k3, policy_loss, truncated_importance
+from termrl.training.packing import Pack
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """What one :meth:`Trainer.update` did. Means are over trained tokens and the batch's optimiser steps.
+
+    Attributes:
+        skipped: why nothing was trained, or ``None``; the figures are then 0.
+        loss: the batch's loss.
+        grad_norm: global norm of the gradient before clipping.
+        clip_fraction: share of tokens whose gradient the ratio's clip removed.
+        kl: k3 estimate of KL(old ‖ new), nats; 0 at the first of the batch's steps when nothing is stale.
+        kl_reference: k3 estimate of KL(new ‖ base model), nats; 0 unless ``kl_coef`` > 0.
+        entropy: of the sampling distribution at the trained positions (each distinct one once), nats.
+        tokens_trained: tokens in the loss.
+        tokens_computed: distinct tokens that went through the model in one pass.
+        logprob_diff: mean |trainer's logprob - captured logprob| before the first step.
+        logprob_k3: k3 estimate of KL(engine ‖ trainer) before the first step, nats.
+        optimiser_steps: steps taken.
+        lr: learning rate of the last step.
+        seconds: wall time.
+    """
+
+    skipped: SkipReason | None = None
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    clip_fraction: float = 0.0
+    kl: float = 0.0
+    kl_reference: float = 0.0
+    entropy: float = 0.0
+    tokens_trained: int = 0
+    tokens_computed: int = 0
+    logprob_diff: float = 0.0
+    logprob_k3: float = 0.0
+    optimiser_steps: int = 0
+    lr: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Sums:
+    """What one forward/backward over a batch adds up."""
+
+    loss: float = 0.0
+    clipped: int = 0
+    kl_old: float = 0.0
+    kl_reference: float = 0.0
+    entropy: float = 0.0
+    rows: int = 0
+
+
+TokenLoss = Callable[[Tensor, Tensor], LossTerms]
+"""(logprobs of some of the batch's tokens, which ones) → their part of the loss."""
+
+
+class Trainer:
+    """Holds the base weights, the low-rank update and AdamW; turns scored episodes into new weights.
+
+    Nothing in it is random after the start, and no order of work depends on timing: the same weights, samples and
+    threads give the same bits.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: TrainingConfig,
+        *,
+        seed: int,
+        threads: int | None = None,
+        base_id: str | None = None,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model_dir: a folder that transformers can load, of the Llama, Qwen2 or Qwen3 kind.
+            config: every setting.
+            seed: of the low-rank update's start.
+            threads: intra-op threads while it works; ``None`` leaves torch's.
+            base_id: the base model's public name, for saved adapters; default: the folder's name.
+
+        Raises:
+            ModelError: the folder cannot be loaded, or the model is of another kind.
+        """
+        self.model_dir = model_dir
+        self.config = config
+        self.base_id = base_id or model_dir.name
+        self.step = 0
+        self._threads = threads
+        self._base_sha256: str | None = None
+        self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self._decoder = PackedDecoder(model_dir, config.lora, seed=seed, dtype=self._dtype)
+        self._parameters = self._decoder.parameters()
+        self._optimiser = torch.optim.AdamW(
+            self._parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self._decoder.refresh()
+
+    def update(self, samples: Sequence[Sample]) -> UpdateMetrics:
+        """Train on one batch of episodes (dead groups and episodes without a verdict left out by the caller).
+
+        A batch without anything to train on changes nothing and says why; a gradient that is not finite is not applied.
+
+        Raises:
+            CaptureError: a segment that cannot be trained on.
+        """
+        started = time.perf_counter()
+        with _intra_op_threads(self._threads):
+            batch = make_batch(samples, self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+            metrics = UpdateMetrics(skipped=batch) if isinstance(batch, str) else self._train(batch)
+        return replace(metrics, seconds=time.perf_counter() - started)
+
+    def logprobs(self, samples: Sequence[Sample], *, pristine: bool = False) -> list[list[Tensor]]:
+        """Natural-log probability of each trained token under the current weights, by sample and segment.
+
+        Args:
+            samples: as for :meth:`update`; advantages and truncation are ignored.
+            pristine: under the base model instead.
+        """
+        result: list[list[Tensor]] = []
+        for sample in samples:
+            result.append([])
+            for segment in sample.segments:
+                alone = Sample((segment,), 1.0, 0, 0)
+                batch = make_batch([alone], self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+                empty = torch.zeros(0, dtype=self._dtype)
+                result[-1].append(empty if isinstance(batch, str) else self._evaluate(batch, pristine=pristine))
+        return result
+
+    def _train(self, batch: Batch) -> UpdateMetrics:
+        config = self.config
+        reference = self._evaluate(batch, pristine=True) if config.kl_coef > 0 else None
+        first = torch.zeros_like(batch.captured)
+        totals = _Sums()
+        grad_norms = 0.0
+        lr = 0.0
+        for round_ in range(config.updates_per_batch):
+            loss = self._loss_function(batch, first, reference, fresh=round_ == 0)
+            self._optimiser.zero_grad(set_to_none=True)
+            sums = self._backward(batch, loss)
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, config.grad_clip))
+            if not torch.isfinite(torch.tensor(grad_norm)):
+                return UpdateMetrics(skipped="non_finite_gradient", optimiser_steps=round_)
+            lr = self._optimise()
+            grad_norms += grad_norm
+            for name, value in vars(sums).items():
+                setattr(totals, name, getattr(totals, name) + value)
+        rounds = config.updates_per_batch
+        difference = first - batch.captured
+        return UpdateMetrics(
+            loss=totals.loss / rounds,
+            grad_norm=grad_norms / rounds,
+            clip_fraction=totals.clipped / (rounds * batch.tokens),
+            kl=totals.kl_old / (rounds * batch.tokens),
+            kl_reference=totals.kl_reference / (rounds * batch.tokens),
+            entropy=totals.entropy / totals.rows,
+            tokens_trained=batch.tokens,
+            tokens_computed=batch.plan.computed_tokens,
+            logprob_diff=float(difference.abs().mean()),
+            logprob_k3=float(k3(difference).mean()),
+            optimiser_steps=rounds,
+            lr=lr,
+        )
+
+    def _loss_function(self, batch: Batch, first: Tensor, reference: Tensor | None, *, fresh: bool) -> TokenLoss:
+        """The loss of any of the batch's tokens. ``first`` takes the logprobs of the fresh pass and keeps them."""
+        config = self.config
+
+        def loss(logprob: Tensor, tokens: Tensor) -> LossTerms:
+            if fresh:
+                first[tokens] = logprob.detach()
+            captured = batch.captured[tokens]
+            recomputed = first[tokens]
+            importance = None
+            if config.tis_cap is not None:
+                importance = truncated_importance(recomputed, captured, config.tis_cap)
+            return policy_loss(
+                logprob,
+                captured if config.old_logprobs == "captured" else recomputed,
+                batch.advantage[tokens],
+                batch.weight[tokens],
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                importance=importance,
+                reference=None if reference is None else reference[tokens],
+                kl_coef=config.kl_coef,
+            )
+
+        return loss
+
+    def _backward(self, batch: Batch, token_loss: TokenLoss) -> _Sums:
+        """Add the batch's gradient to the parameters'.
+
+        The common prefix runs once. Its keys and values are leaves to the packs, whose backward passes add up the
+        leaves' gradients; one backward pass through the prefix then ends the chain rule.
+        """
+        decoder, plan = self._decoder, batch.plan
+        prefix = leaves = None
+        if len(plan.prefix_ids):
+            prefix = decoder.prefix(torch.from_numpy(plan.prefix_ids), attention_tiles(plan.prefix_tiles))
+            leaves = [(_leaf(key), _leaf(value)) for key, value in prefix]
+        sums = _Sums()
+        for pack in plan.packs:
+            logprob, entropy = self._pack_logprobs(pack, leaves)
+            index, tokens = _flat_order(batch, pack)
+            terms = token_loss(logprob.index_select(0, index), tokens)
+            terms.loss.backward()
+            sums.loss += float(terms.loss.detach())
+            sums.clipped += terms.clipped
+            sums.kl_old += terms.kl_old
+            sums.kl_reference += terms.kl_reference
+            sums.entropy += float(entropy.sum())
+            sums.rows += len(entropy)
+        if prefix is not None and leaves is not None:
+            outputs = [tensor for pair in prefix for tensor in pair]
+            grads = [leaf.grad for pair in leaves for leaf in pair]
+            wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad and g is not None]
+            if wanted:
+                torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])
+        return sums
+
+    @torch.no_grad()
+    def _evaluate(self, batch: Batch, *, pristine: bool) -> Tensor:
+        """Logprob of each of the batch's tokens, without a graph."""
+        decoder, plan = self._decoder, batch.plan
+        prefix = None
+        if len(plan.prefix_ids):
+            tiles = attention_tiles(plan.prefix_tiles)
+            prefix = decoder.prefix(torch.from_numpy(plan.prefix_ids), tiles, pristine=pristine)
+        result = torch.zeros_like(batch.captured)
+        for pack in plan.packs:
+            logprob, _ = self._pack_logprobs(pack, prefix, pristine=pristine)
+            index, tokens = _flat_order(batch, pack)
+            result[tokens] = logprob.index_select(0, index)
+        return result
+
+    def _pack_logprobs(
+        self, pack: Pack, prefix: Sequence[tuple[Tensor, Tensor]] | None, *, pristine: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._decoder.logprobs(
+            torch.from_numpy(pack.token_ids),
+            torch.from_numpy(pack.positions),
+            attention_tiles(pack.tiles),
+            prefix,
+            torch.from_numpy(pack.rows),
+            torch.from_numpy(pack.row_temperature).to(self._dtype),
+            torch.from_numpy(pack.target_row),
+            torch.from_numpy(pack.target_token),
+            pristine=pristine,
+        )
+
+    def _optimise(self) -> float:
+        """One AdamW step at the warm-up's learning rate; returns that rate."""
+        lr = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        for group in self._optimiser.param_groups:
+            group["lr"] = lr
+        self._optimiser.step()
+        self.step += 1
+        self._decoder.refresh()
+        return lr
+
+    def gradients(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        """The loss's gradient at the current weights, before clipping, under peft's names. Changes nothing.
+
+        Empty for a batch without anything to train on.
+        """
+        with _intra_op_threads(self._threads):
+            batch = make_batch(samples, self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+            if isinstance(batch, str):
+                return {}
+            reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
+            self._optimiser.zero_grad(set_to_none=True)
+            loss = self._loss_function(batch, torch.zeros_like(batch.captured), reference, fresh=True)
+            self._backward(batch, loss)
+        gradients: dict[str, Tensor] = {}
+        for stack in self._decoder.stacks:
+            for site, a, b in stack.gradients():
+                gradients.update(_peft_names(site.name, a, b))
+        self._optimiser.zero_grad(set_to_none=True)
+        return gradients
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        """The trained layers' weights, pristine base + scaling · B·A, by transformers name.
+
+        Read-only views that keep their values when training goes on; layers that are not trained are left out.
+        """
+        return {
+            site.name + ".weight": stack.effective[site.start : site.stop]
+            for stack in self._decoder.stacks
+            for site in stack.trained
+        }
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """A and B of each trained layer, copied, under peft's names."""
+        weights: dict[str, Tensor] = {}
+        for stack in self._decoder.stacks:
+            for site, a, b in stack.updates():
+                weights.update(_peft_names(site.name, a.clone(), b.clone()))
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed trainer needs for the same bits: A, B, AdamW's moments, the step. Copied."""
+        tensors: dict[str, Tensor] = {}
+        for index, parameter in enumerate(self._parameters):
+            tensors[f"parameter.{index}"] = parameter.detach().clone()
+            for name, value in self._optimiser.state.get(parameter, {}).items():
+                tensors[f"optimiser.{index}.{name}"] = torch.as_tensor(value).detach().clone()
+        return {"step": self.step, "tensors": tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ModelError: the state is of another model or another low-rank update.
+        """
+        tensors: Mapping[str, Tensor] = state["tensors"]
+        for index, parameter in enumerate(self._parameters):
+            saved = tensors.get(f"parameter.{index}")
+            if saved is None or saved.shape != parameter.shape:
+                raise ModelError(
+                    "the saved trainer state does not fit this model and [lora] settings",
+                    hint="resume with the settings that the run began with",
+                )
+        with torch.no_grad():
+            for index, parameter in enumerate(self._parameters):
+                parameter.copy_(tensors[f"parameter.{index}"])
+                start = f"optimiser.{index}."
+                moments = {name[len(start) :]: t.clone() for name, t in tensors.items() if name.startswith(start)}
+                self._optimiser.state.pop(parameter, None)
+                if moments:
+                    self._optimiser.state[parameter] = moments
+        self.step = int(state["step"])
+        self._decoder.refresh()
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the low-rank update as a folder in peft's format, with the base's id and sha256."""
+        if self._base_sha256 is None:
+            self._base_sha256 = base_sha256(self.model_dir)
+        lora = self.config.lora
+        info = AdapterInfo(self.base_id, self._base_sha256, lora.rank, lora.alpha, tuple(lora.targets))
+        write_adapter(path, info, self.adapter_weights())
+
+
+def _peft_names(layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    return {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().requires_grad_()
+
+
+def _flat_order(batch: Batch, pack: Pack) -> tuple[Tensor, Tensor]:
+    """For the tokens of a pack's members: which of the pack's targets each is, and which of the batch's tokens."""
+    index = torch.cat([torch.from_numpy(targets) for targets in pack.member_targets])
+    tokens = torch.cat([torch.arange(batch.spans[m].start, batch.spans[m].stop) for m in pack.members])
+    return index, tokens
+
+
+@contextmanager
+def _intra_op_threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(before)
