@@ -47,6 +47,7 @@ class FormatError(StrEnum):
     UNCLOSED_FENCE = "unclosed_fence"
     UNCLOSED_HEREDOC = "unclosed_heredoc"
     UNCLOSED_QUOTE = "unclosed_quote"
+    TOOL_CALL = "tool_call"
 
 
 @dataclass(frozen=True)
