@@ -273,7 +273,7 @@ async def test_a_background_session_is_written_to_viewed_waited_for_and_killed(
     environment: TerminalEnvironment,
 ) -> None:
     await environment.reset("tiny")
-    loop = "echo ready; while read -r line; do [ \"$line\" = bye ] && exit 5; echo \"got $line\"; done"
+    loop = 'echo ready; while read -r line; do [ "$line" = bye ] && exit 5; echo "got $line"; done'
     started = await do(environment, loop, block=False, session_id="talk")
     assert started.success and started.session_id == "talk" and started.info["running"]
     said = started.output
