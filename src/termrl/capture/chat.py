@@ -39,10 +39,10 @@ class SamplingDefaults(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop_at_fence: bool = False
 
@@ -53,7 +53,7 @@ class SessionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     order: int = 0
-    sampling: SamplingDefaults = Field(default_factory=SamplingDefaults)
+    sampling: SamplingDefaults = Field(default_factory=lambda: SamplingDefaults())
 
 
 class ChatMessage(BaseModel):
@@ -72,11 +72,11 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     messages: list[ChatMessage] = Field(min_length=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_at_fence: bool | None = None
