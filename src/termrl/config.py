@@ -26,53 +26,69 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which model is trained."""
 
-    path: str = Field(BUNDLED_MODEL, description="the bundled model's name, a hub id, or a folder in transformers form")
-    threads: int | None = Field(None, ge=1, description="CPU threads of engine and trainer; none: one per core")
+    path: str = Field(
+        default=BUNDLED_MODEL, description="the bundled model's name, a hub id, or a folder in transformers form"
+    )
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of engine and trainer; none: one per core")
 
 
 class TasksConfig(Section):
     """What is trained on: the bundled suite's families, or a folder of Harbor tasks."""
 
-    dir: Path | None = Field(None, description="folder of Harbor tasks; none: the bundled suite first-steps")
-    families: tuple[str, ...] = Field((), description="families to train on; empty: all trainable ones")
+    dir: Path | None = Field(default=None, description="folder of Harbor tasks; none: the bundled suite first-steps")
+    families: tuple[str, ...] = Field(default=(), description="families to train on; empty: all trainable ones")
     per_family: int | None = Field(
-        None, ge=1, description="tasks to generate per family (bundled suite only); none: as many as the run uses"
+        default=None,
+        ge=1,
+        description="tasks to generate per family (bundled suite only); none: as many as the run uses",
     )
-    skip_broken: bool = Field(False, description="leave broken task folders out instead of refusing the whole set")
+    skip_broken: bool = Field(
+        default=False, description="leave broken task folders out instead of refusing the whole set"
+    )
 
 
 class EvaluationConfig(Section):
     """What is measured before, after and, if wished, during training. Held-out tasks only."""
 
-    dir: Path | None = Field(None, description="folder of Harbor tasks to evaluate on; required with tasks.dir")
-    families: tuple[str, ...] = Field((), description="trained families to evaluate; empty: all that are trained on")
-    untrained_families: tuple[str, ...] = Field((), description="families evaluated apart, never trained on")
-    per_family: int = Field(8, ge=1, description="held-out tasks per family, one episode each (bundled suite only)")
-    every: int = Field(0, ge=0, description="also evaluate after every so many steps; 0: only before and after")
-    temperature: float | None = Field(None, ge=0, description="sampling temperature; none: that of training")
+    dir: Path | None = Field(default=None, description="folder of Harbor tasks to evaluate on; required with tasks.dir")
+    families: tuple[str, ...] = Field(
+        default=(), description="trained families to evaluate; empty: all that are trained on"
+    )
+    untrained_families: tuple[str, ...] = Field(default=(), description="families evaluated apart, never trained on")
+    per_family: int = Field(
+        default=8, ge=1, description="held-out tasks per family, one episode each (bundled suite only)"
+    )
+    every: int = Field(default=0, ge=0, description="also evaluate after every so many steps; 0: only before and after")
+    temperature: float | None = Field(default=None, ge=0, description="sampling temperature; none: that of training")
 
 
 class SandboxConfig(Section):
     """Where episodes run."""
 
-    backend: str = Field("bubblewrap", description="which sandbox provider")
-    settings: dict[str, Any] = Field({}, description="settings of that provider, passed on as they are")
+    backend: str = Field(default="bubblewrap", description="which sandbox provider")
+    settings: dict[str, Any] = Field(default={}, description="settings of that provider, passed on as they are")
 
 
 class EpisodeConfig(Section):
     """What bounds one episode and how its conversation opens. Times are seconds, sizes tokens or characters."""
 
-    opening: str = Field("first-steps", description="system prompt and demonstrations, by name")
-    max_turns: int = Field(3, ge=1)
-    max_tokens: int = Field(24, ge=1, description="new tokens in one turn")
-    context_window: int | None = Field(None, ge=16, description="tokens of a whole conversation; none: the model's")
-    wall_s: float | None = Field(None, gt=0, description="engine service + exec; min with the task's own timeout")
-    command_timeout_s: float = Field(10.0, gt=0)
-    output_chars: int = Field(600, ge=20, description="characters of one command's output that go back")
-    max_format_errors: int = Field(2, ge=0, description="replies without a runnable command before the episode ends")
-    verify_timeout_s: float | None = Field(None, gt=0, description="none: the task's own")
-    stop_at_fence: bool = Field(True, description="end a turn once its command block is closed")
-    lenient: bool = Field(False, description="the reply parser's lenient mode")
+    opening: str = Field(default="first-steps", description="system prompt and demonstrations, by name")
+    max_turns: int = Field(default=3, ge=1)
+    max_tokens: int = Field(default=24, ge=1, description="new tokens in one turn")
+    context_window: int | None = Field(
+        default=None, ge=16, description="tokens of a whole conversation; none: the model's"
+    )
+    wall_s: float | None = Field(
+        default=None, gt=0, description="engine service + exec; min with the task's own timeout"
+    )
+    command_timeout_s: float = Field(default=10.0, gt=0)
+    output_chars: int = Field(default=600, ge=20, description="characters of one command's output that go back")
+    max_format_errors: int = Field(
+        default=2, ge=0, description="replies without a runnable command before the episode ends"
+    )
+    verify_timeout_s: float | None = Field(default=None, gt=0, description="none: the task's own")
+    stop_at_fence: bool = Field(default=True, description="end a turn once its command block is closed")
+    lenient: bool = Field(default=False, description="the reply parser's lenient mode")
 
     def limits(self, *, evaluating: bool) -> Limits:
         """The agent's limits; in evaluation an episode cut by the wall cap is still graded."""
@@ -93,8 +109,8 @@ class EpisodeConfig(Section):
 class SamplingConfig(Section):
     """How the policy samples. Training refuses what its loss cannot account for."""
 
-    temperature: float = Field(0.8, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(default=0.8, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def _only_what_the_loss_models(self) -> Self:
@@ -106,36 +122,40 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """How many episodes a step has and how they are scheduled."""
 
-    groups: int = Field(8, ge=1, description="tasks per step")
-    samples: int = Field(8, ge=2, description="episodes per task, which share a baseline")
+    groups: int = Field(default=8, ge=1, description="tasks per step")
+    samples: int = Field(default=8, ge=2, description="episodes per task, which share a baseline")
     schedule: Literal["lockstep", "continuous"] = Field(
-        "lockstep", description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit"
+        default="lockstep", description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit"
     )
-    concurrency: int = Field(128, ge=1, description="episodes, hence sandboxes, alive at once")
+    concurrency: int = Field(default=128, ge=1, description="episodes, hence sandboxes, alive at once")
 
 
 class CheckpointConfig(Section):
     """When weights and optimiser state are written, and how many are kept beside the best."""
 
-    every: int = Field(1, ge=1, description="steps between checkpoints")
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=1, ge=1, description="steps between checkpoints")
+    keep: int = Field(default=2, ge=1)
 
 
 class StopConfig(Section):
     """When a run that cannot learn ends by itself."""
 
-    no_action_steps: int = Field(2, ge=1, description="steps in which no episode ran a single command")
-    dead_steps: int = Field(6, ge=1, description="steps in a row without a group that has both passes and failures")
-    no_verdict_steps: int = Field(2, ge=1, description="steps in a row in which no episode got a verdict")
+    no_action_steps: int = Field(default=2, ge=1, description="steps in which no episode ran a single command")
+    dead_steps: int = Field(
+        default=6, ge=1, description="steps in a row without a group that has both passes and failures"
+    )
+    no_verdict_steps: int = Field(default=2, ge=1, description="steps in a row in which no episode got a verdict")
 
 
 class TrainConfig(Section):
     """Everything that ``termrl train`` takes."""
 
-    run_dir: Path | None = Field(None, description="the run's new folder; none: runs/<name>-<time>")
-    steps: int = Field(15, ge=0)
-    seed: int = Field(0, ge=0)
-    max_wall_s: float | None = Field(None, gt=0, description="end training early so that the whole run fits in this")
+    run_dir: Path | None = Field(default=None, description="the run's new folder; none: runs/<name>-<time>")
+    steps: int = Field(default=15, ge=0)
+    seed: int = Field(default=0, ge=0)
+    max_wall_s: float | None = Field(
+        default=None, gt=0, description="end training early so that the whole run fits in this"
+    )
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import time
 from collections.abc import Mapping
@@ -149,8 +150,7 @@ class TrainDisplay:
 
 def reward_curve(rewards: Mapping[int, float], *, width: int) -> str:
     """The mean reward by step as a plot in text, ``width`` columns wide."""
-    import plotext
-
+    plotext: Any = importlib.import_module("plotext")
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, 14)

@@ -12,7 +12,7 @@ from termrl.agent.episode import run_episode
 from termrl.agent.types import Episode, Limits, Opening, Policy
 from termrl.capture.segments import Segment
 from termrl.environment.protocol import Environment
-from termrl.errors import SandboxError, TermrlError
+from termrl.errors import ConfigError, SandboxError, TaskError, TermrlError
 from termrl.verifier.verdict import Cause, EndReason, Verdict
 
 
@@ -110,6 +110,9 @@ class Scheduler:
 
         An episode that the infrastructure failed has reward ``None`` and the cause; it does not disturb the
         others. Cancelling this cancels every episode and returns when all of them have closed what they held.
+
+        Raises:
+            TaskError, ConfigError: a task that the environment can never run; the other episodes are cancelled.
         """
         episodes: list[Episode] = []
         if self._gate is None:
@@ -145,8 +148,11 @@ class Scheduler:
             on_end(episode)
             return episode
 
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(attempt)) for attempt in attempts]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(attempt)) for attempt in attempts]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         return [task.result() for task in running]
 
     async def _episode(self, attempt: Attempt, limits: Limits, temperature: float) -> Episode:
@@ -168,6 +174,8 @@ class Scheduler:
                 episode.segments = tuple(session.segments())
                 episode.info["capture"] = session.counters()
                 return episode
+        except (TaskError, ConfigError):
+            raise
         except TermrlError as error:
             return _failed(attempt, error)
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from termrl.agent.types import Episode
 from termrl.config import TrainConfig
@@ -36,12 +36,15 @@ from termrl.runs.store import RunStore, TokenRow
 from termrl.training.advantages import Sample
 from termrl.training.events import Watcher
 
+if TYPE_CHECKING:
+    from termrl.training.trainer import UpdateMetrics
+
 
 class Learner(Protocol):
     """What turns a batch into new weights; :class:`termrl.training.trainer.Trainer` is one."""
 
-    def update(self, samples: Sequence[Sample]) -> Any:
-        """One policy update; gives :class:`termrl.training.trainer.UpdateMetrics`."""
+    def update(self, samples: Sequence[Sample]) -> UpdateMetrics:
+        """One policy update; an empty batch is skipped, with the reason."""
         ...
 
     def merged_weights(self) -> Mapping[str, Any]:
@@ -251,17 +254,22 @@ class GRPO:
         self._saved = progress.step
 
 
-def update_metrics(update: Any) -> dict[str, float]:
-    """``train/*`` and ``rollout/logprob_diff`` of one update (left out where the update was skipped)."""
-    metrics: dict[str, float] = {"train/tokens": update.tokens_trained}
-    named = {
+def update_metrics(update: UpdateMetrics) -> dict[str, float]:
+    """``train/*`` and ``rollout/logprob_diff`` of one update; only the token count where it was skipped."""
+    if update.skipped is not None:
+        return {"train/tokens": 0, "train/skipped": 1}
+    return {
+        "train/tokens": update.tokens_trained,
+        "train/tokens_computed": update.tokens_computed,
         "train/loss": update.loss,
         "train/grad_norm": update.grad_norm,
         "train/clip_fraction": update.clip_fraction,
         "train/kl": update.kl,
+        "train/entropy": update.entropy,
+        "train/lr": update.lr,
         "rollout/logprob_diff": update.logprob_diff,
+        "rollout/logprob_k3": update.logprob_k3,
     }
-    return metrics | {name: value for name, value in named.items() if value is not None}
 
 
 def _check_evaluation(episodes: Sequence[Episode], scores: EvalScores) -> None:
