@@ -55,7 +55,8 @@ async def chat_client(
     from openai import AsyncOpenAI, DefaultAioHttpClient, Timeout
 
     # The SDK's HTTP library is httpx or its fork, by version; the limits must be of the same one.
-    http = importlib.import_module(Timeout.__module__.partition(".")[0])
+    base = next(base for base in DefaultAioHttpClient.__mro__ if base.__name__ == "AsyncClient")
+    http = importlib.import_module(base.__module__.partition(".")[0])
     limits = http.Limits(
         max_connections=max_connections,
         max_keepalive_connections=max_connections,
@@ -121,7 +122,7 @@ class ChatPolicy:
         Raises:
             PolicyError: connection, timeout, error status, or a reply that is no chat completion.
         """
-        from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
+        from openai import APIConnectionError, APIStatusError, OpenAIError
 
         request: dict[str, Any] = {**self._fixed, self._max_tokens_field: max_tokens, "messages": messages}
         if seed is not None:
@@ -130,11 +131,13 @@ class ChatPolicy:
         try:
             raw = await self._client.chat.completions.with_raw_response.create(**request)
             content = raw.content
-        except APITimeoutError as error:
-            waited = time.monotonic() - start
-            raise PolicyError(f"{self._where}: no answer within {waited:.0f} s") from error
         except APIConnectionError as error:
-            reason = str(error.__cause__ or error) or type(error.__cause__ or error).__name__
+            # The SDK's aiohttp transport calls a refused connection a timeout: only the root says which it was.
+            root = _root(error)
+            if isinstance(root, TimeoutError):
+                waited = time.monotonic() - start
+                raise PolicyError(f"{self._where}: no answer within {waited:.1f} s") from error
+            reason = " ".join(str(root).split()) or type(root).__name__
             raise PolicyError(f"{self._where}: {reason}", hint="is the endpoint up?") from error
         except APIStatusError as error:
             return self._refused(error.status_code, error.response.text)
@@ -213,6 +216,12 @@ def _is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _error_message(body: str) -> str:
