@@ -16,7 +16,7 @@ from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Sandbox, SandboxProvider
 from termrl.tasks.task import Task
 from termrl.verifier.attribution import MissingVerdict, attribute
 from termrl.verifier.verdict import Cause, Outcome, Verdict
-from termrl.verifier.verify import verifier_environment, verify
+from termrl.verifier.verify import verifier_variables, verify
 
 COMMAND_TIMEOUT_S = 20.0
 MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -83,14 +83,14 @@ class TerminalEnvironment(Environment):
         """Start ``task_id`` in a fresh sandbox; whatever went before is gone, also when this fails.
 
         Raises:
-            TaskError: no such task, the provider refuses it, or its verifier needs a host variable that is not set.
+            TaskError: no such task, the provider refuses it, or it needs a host variable that is not set.
             SandboxStartError: the machine could not start the sandbox.
         """
         await self._release(_RESET_FAILED)
         self._task, self._done, self._state = None, False, State()
         task = self._find(task_id)
-        verifier_environment(task)
-        self._sandbox = await self._provider.create(task.sandbox)
+        verifier_variables(task)
+        self._sandbox = await self._provider.create(task.resolved_sandbox())
         self._sessions = Sessions(self._sandbox, output_limit=self._output_limit)
         self._task, self._refusal = task, None
         self._state = State(

@@ -1,5 +1,14 @@
 """Tasks: Harbor folders, validated and frozen.
 
-``config`` is the schema of task.toml, ``task`` one folder, ``taskset`` a collection of them, ``generate`` the
-bundled suite first-steps.
+``config`` is the schema of task.toml, ``load`` reads one folder into a ``task``, ``taskset`` a collection of them,
+``generate`` writes the bundled suite first-steps.
 """
+
+from termrl.tasks.env import resolve_env
+from termrl.tasks.folder import digest
+from termrl.tasks.ignore import excluded_paths
+from termrl.tasks.load import load_task
+from termrl.tasks.task import Task
+from termrl.tasks.taskset import TaskSet
+
+__all__ = ["Task", "TaskSet", "digest", "excluded_paths", "load_task", "resolve_env"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from termrl.sandboxes.base import SandboxSpec
+from termrl.tasks.env import resolve_env
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class Task:
         sandbox: what its sandbox is made from.
         verifier_timeout_s: budget of upload, tests and download.
         agent_timeout_s: the task's own wall cap, ``None`` for no limit.
-        verifier_env, solution_env: with ``${VAR}`` still unresolved (filled from the host when used).
+        sandbox.env, verifier_env, solution_env: with ``${VAR}`` still unresolved (filled from the host when used,
+            see :func:`~termrl.tasks.env.resolve_env` and :meth:`resolved_sandbox`).
         tests_use_network: the tests cannot be trusted to say anything without a network.
         metadata: ``[metadata]`` as it stands; ``family`` and ``level`` are read from here.
+        warnings: what is odd about the folder but no reason to refuse it, such as unknown keys; one a line.
     """
 
     id: str
@@ -38,8 +41,23 @@ class Task:
     solution_env: dict[str, str] = field(default_factory=dict)
     tests_use_network: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:
         """The task family for reports (``[metadata] family``), else the task's id."""
         return str(self.metadata.get("family", self.id))
+
+    @property
+    def level(self) -> int | None:
+        """The task's level (``[metadata] level``), ``None`` if it has none."""
+        level = self.metadata.get("level")
+        return level if isinstance(level, int) else None
+
+    def resolved_sandbox(self) -> SandboxSpec:
+        """What to make the sandbox from, with ``[environment] env`` filled from the host.
+
+        Raises:
+            TaskError: a variable that has no default is not set on the host.
+        """
+        return replace(self.sandbox, env=resolve_env(self.sandbox.env, f"{self.path}/task.toml: environment.env"))

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from termrl.errors import TaskError
 from termrl.sandboxes.base import ExecResult, Sandbox, SandboxProvider
+from termrl.tasks.env import resolve_env
+from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
 from termrl.verifier.verdict import Outcome, Verdict
-from termrl.verifier.verify import resolved, verify
+from termrl.verifier.verify import verify
 
 SOLUTION = "/solution"
 DEFAULT_SOLUTION_TIMEOUT_S = 600.0
@@ -44,8 +46,8 @@ async def run_solution(sandbox: Sandbox, task: Task, *, timeout_s: float | None 
     if task.solution is None:
         raise TaskError(f"{task.path}: no solution/solve.sh", hint="the oracle needs the task's own solution")
     env = {"DEBIAN_FRONTEND": "noninteractive"}
-    env.update(resolved(task.solution_env, f"{task.path / 'task.toml'}: solution.env"))
-    await sandbox.put(task.solution, SOLUTION)
+    env.update(resolve_env(task.solution_env, f"{task.path}/task.toml: solution.env"))
+    await sandbox.put(task.solution, SOLUTION, exclude=excluded_paths(task.solution))
     budget = timeout_s or task.agent_timeout_s or DEFAULT_SOLUTION_TIMEOUT_S
     return await sandbox.exec(f'"$BASH" {SOLUTION}/solve.sh', timeout_s=budget, env=env)
 
@@ -57,13 +59,13 @@ async def golden_check(provider: SandboxProvider, task: Task, *, timeout_s: floa
         TaskError: the task has no solution, or the provider refuses it.
         SandboxError: a sandbox could not be started or was lost while solving.
     """
-    sandbox = await provider.create(task.sandbox)
+    sandbox = await provider.create(task.resolved_sandbox())
     try:
         solution = await run_solution(sandbox, task, timeout_s=timeout_s)
         oracle = await verify(sandbox, task)
     finally:
         await sandbox.stop()
-    sandbox = await provider.create(task.sandbox)
+    sandbox = await provider.create(task.resolved_sandbox())
     try:
         nop = await verify(sandbox, task)
     finally:

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from termrl.errors import CommandError, SandboxError
 from termrl.sandboxes.base import ExecResult, Sandbox
+from termrl.tasks.env import resolve_env
+from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
 from termrl.verifier.reward import MAX_REWARD_BYTES, RewardFormatError, parse_reward_json, parse_reward_txt
@@ -28,6 +29,7 @@ REWARD_FILES = {f"{LOGS}/reward.json": parse_reward_json, f"{LOGS}/reward.txt": 
 
 KEEP_SERVICES = "termrl_keep_services"
 
+_PRELOAD = "/etc/ld.so.preload"
 _TAIL_BYTES = 8 * 1024
 _HANG_GRACE_S = 5.0
 _CLEANUP_S = 5.0
@@ -92,7 +94,7 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
         TaskError: ``[verifier] env`` names a host variable that is not set.
     """
     budget = task.verifier_timeout_s if timeout_s is None else timeout_s
-    env = verifier_environment(task)
+    env = _environment(sandbox, task)
     evidence = _Evidence(started=time.monotonic())
     try:
         async with asyncio.timeout(budget + _HANG_GRACE_S):
@@ -113,14 +115,15 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
     planted = await _reward_files_present(sandbox)
     if planted:
         evidence.signals["planted_reward"] = planted
+    await _disarm_preload(sandbox, evidence)
     try:
-        await sandbox.open_verify_window(task.tests)
+        await sandbox.open_verify_window(task.tests, exclude=excluded_paths(task.tests))
         if await _reward_files_present(sandbox):
             return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
         result = await sandbox.exec(
             _DRIVER,
             timeout_s=max(budget - evidence.elapsed, 0.001),
-            cwd=task.sandbox.workdir,
+            cwd=sandbox.spec.workdir,
             env=env,
             clean_env=True,
             output_limit=2 * _TAIL_BYTES,
@@ -162,31 +165,23 @@ async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidenc
     return _missing(Cause.VERIFIER_CRASH, detail, evidence)
 
 
-def verifier_environment(task: Task) -> dict[str, str]:
-    """The variables that test.sh gets over the backend's fixed base: the image's, the task's, a fresh ``HOME``.
+def verifier_variables(task: Task) -> dict[str, str]:
+    """``[verifier] env`` filled from the host.
 
     Raises:
-        TaskError: ``[verifier] env`` names a host variable that is not set.
+        TaskError: it names a host variable that is not set.
     """
-    env = dict(task.sandbox.env)
+    return resolve_env(task.verifier_env, f"{task.path}/task.toml: verifier.env")
+
+
+def _environment(sandbox: Sandbox, task: Task) -> dict[str, str]:
+    """Over the backend's fixed base: the image's and the task's variables, the verifier's, and a fresh ``HOME``."""
+    env = dict(sandbox.spec.env)
     if "PATH" in env:
-        env["PATH"] = trusted_path(env["PATH"], task.sandbox.workdir)
-    env.update(resolved(task.verifier_env, f"{task.path / 'task.toml'}: verifier.env"))
+        env["PATH"] = trusted_path(env["PATH"], sandbox.spec.workdir)
+    env.update(verifier_variables(task))
     env["HOME"] = f"/tmp/termrl-verifier-{secrets.token_hex(8)}"
     return env
-
-
-def resolved(env: Mapping[str, str], where: str) -> dict[str, str]:
-    """``env`` with whole-value ``${VAR}`` and ``${VAR:-default}`` filled from the host.
-
-    Raises:
-        TaskError: a variable is not set on the host; the message begins with ``where``.
-    """
-    if not env:
-        return {}
-    from termrl.tasks import resolve_env
-
-    return resolve_env(dict(env), where)
 
 
 def trusted_path(path: str, workdir: str) -> str:
@@ -222,6 +217,23 @@ async def _reward_files_present(sandbox: Sandbox) -> list[str]:
             pass
         present.append(path)
     return present
+
+
+async def _disarm_preload(sandbox: Sandbox, evidence: _Evidence) -> None:
+    """Empty a planted ``/etc/ld.so.preload``, which would put the policy's code into every program of the tests.
+
+    It is the sandbox that writes, not a program in it: any program would load what is planted.
+    """
+    try:
+        if not await sandbox.get_bytes(_PRELOAD, max_bytes=MAX_REWARD_BYTES):
+            return
+    except FileNotFoundError:
+        return
+    except (ValueError, OSError):
+        pass
+    evidence.signals["ld_so_preload"] = True
+    with contextlib.suppress(ValueError, OSError):
+        await sandbox.put_bytes(b"", _PRELOAD)
 
 
 async def _partial_output(sandbox: Sandbox) -> str:

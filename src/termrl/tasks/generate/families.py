@@ -1,0 +1,206 @@
+"""The families of first-steps. To add one: write a builder, list it in ``FAMILIES``, run the tests of this folder."""
+
+from __future__ import annotations
+
+from termrl.tasks.generate.family import Draw, Family, File, Folder, Instance, Tree
+
+
+def _some_file(draw: Draw) -> dict[str, File | Folder]:
+    """A file that has nothing to do with the task and must stay as it is."""
+    name, text = draw.words(2)
+    return {f"{name}.txt": File(text)}
+
+
+def _text(draw: Draw, lines: int) -> str:
+    return "\n".join(draw.words(lines))
+
+
+def _without(tree: Tree, *gone: str) -> Tree:
+    return {path: entry for path, entry in tree.items() if path not in gone}
+
+
+def make_dir(draw: Draw) -> Instance:
+    a = draw.word()
+    before = _some_file(draw)
+    return Instance(f"Make a directory named {a}.", before, {**before, a: Folder()}, [f"mkdir {a}"])
+
+
+def make_two_dirs(draw: Draw) -> Instance:
+    a, b = draw.words(2)
+    before = _some_file(draw)
+    after = {**before, a: Folder(), b: Folder()}
+    return Instance(f"Make two directories named {a} and {b}.", before, after, [f"mkdir {a} {b}"])
+
+
+def make_nested_dir(draw: Draw) -> Instance:
+    a, b = draw.words(2)
+    before = _some_file(draw)
+    after = {**before, f"{a}/{b}": Folder()}
+    return Instance(f"Make the directory {a}/{b}.", before, after, [f"mkdir -p {a}/{b}"])
+
+
+def remove_file(draw: Draw) -> Instance:
+    a = f"{draw.word()}.txt"
+    others = _some_file(draw)
+    before = {**others, a: File(draw.word())}
+    return Instance(f"Remove the file {a}.", before, others, [f"rm {a}"])
+
+
+def remove_dir(draw: Draw) -> Instance:
+    a, b = draw.words(2)
+    others = _some_file(draw)
+    before = {**others, f"{a}/{b}.txt": File(draw.word())}
+    return Instance(f"Remove the directory {a} and all that is in it.", before, others, [f"rm -r {a}"])
+
+
+def make_executable(draw: Draw) -> Instance:
+    a, b = (f"{word}.sh" for word in draw.words(2))
+    script = f"#!/bin/bash\necho {draw.word()}"
+    before = {a: File(script), b: File(script)}
+    return Instance(f"Make the file {a} executable.", before, {**before, a: File(script, runs=True)}, [f"chmod +x {a}"])
+
+
+def rename_file(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    others = _some_file(draw)
+    content = File(draw.word())
+    return Instance(f"Rename the file {a} to {b}.", {**others, a: content}, {**others, b: content}, [f"mv {a} {b}"])
+
+
+def copy_file(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    content = File(draw.word())
+    before = {**_some_file(draw), a: content}
+    return Instance(f"Copy the file {a} to {b}.", before, {**before, b: content}, [f"cp {a} {b}"])
+
+
+def move_into_dir(draw: Draw) -> Instance:
+    a, b, c = draw.words(3)
+    others = {f"{b}/{c}.txt": File(draw.word())}
+    content = File(draw.word())
+    return Instance(
+        f"Move the file {a}.txt into the directory {b}.",
+        {**others, f"{a}.txt": content},
+        {**others, f"{b}/{a}.txt": content},
+        [f"mv {a}.txt {b}/"],
+    )
+
+
+def create_empty(draw: Draw) -> Instance:
+    a = f"{draw.word()}.txt"
+    before = _some_file(draw)
+    return Instance(f"Create an empty file named {a}.", before, {**before, a: File()}, [f"touch {a}"])
+
+
+def write_word(draw: Draw) -> Instance:
+    a, word = f"{draw.word()}.txt", draw.word()
+    before = _some_file(draw)
+    instruction = f"Write the word {word} to a new file named {a}."
+    return Instance(instruction, before, {**before, a: File(word)}, [f"echo {word} > {a}"])
+
+
+def append_line(draw: Draw) -> Instance:
+    a, word, text = f"{draw.word()}.txt", draw.word(), _text(draw, 2)
+    before = {a: File(text)}
+    instruction = f"Add the line {word} to the end of the file {a}."
+    return Instance(instruction, before, {a: File(f"{text}\n{word}")}, [f"echo {word} >> {a}"])
+
+
+def follow_note(draw: Draw) -> Instance:
+    a = draw.word()
+    before = {**_some_file(draw), "note.txt": File(f"Make a directory named {a}.")}
+    return Instance("Do what note.txt says.", before, {**before, a: Folder()}, ["cat note.txt", f"mkdir {a}"])
+
+
+def make_named_dir(draw: Draw) -> Instance:
+    a = draw.word()
+    before = {**_some_file(draw), "name.txt": File(a)}
+    instruction = "Make a directory with the name that name.txt holds."
+    return Instance(instruction, before, {**before, a: Folder()}, ['mkdir "$(cat name.txt)"'])
+
+
+def remove_named(draw: Draw) -> Instance:
+    files: Tree = {f"{word}.txt": File(draw.word()) for word in draw.words(3)}
+    a = sorted(files)[draw.below(3)]
+    before = {**files, "list.txt": File(a)}
+    return Instance("Remove the file that list.txt names.", before, _without(before, a), ['rm "$(cat list.txt)"'])
+
+
+def remove_empty(draw: Draw) -> Instance:
+    files: Tree = {f"{word}.txt": File(draw.word()) for word in draw.words(2)}
+    a = f"{draw.word()}.txt"
+    return Instance("Remove the file that is empty.", {**files, a: File()}, files, ["find . -type f -empty -delete"])
+
+
+def count_lines(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    n = 3 + draw.below(5)
+    before = {a: File(_text(draw, n))}
+    instruction = f"Write the number of lines in {a} to a new file named {b}."
+    return Instance(instruction, before, {**before, b: File(str(n))}, [f"wc -l < {a} > {b}"])
+
+
+def sort_file(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    lines = draw.words(4)
+    if lines == sorted(lines):
+        lines.reverse()
+    before = {a: File("\n".join(lines))}
+    after = {**before, b: File("\n".join(sorted(lines)))}
+    return Instance(f"Sort the lines of {a} into a new file named {b}.", before, after, [f"sort {a} > {b}"])
+
+
+def first_lines(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    n = 2 + draw.below(2)
+    lines = draw.words(n + 2)
+    before = {a: File("\n".join(lines))}
+    after = {**before, b: File("\n".join(lines[:n]))}
+    instruction = f"Write the first {n} lines of {a} to a new file named {b}."
+    return Instance(instruction, before, after, [f"head -n {n} {a} > {b}"])
+
+
+def matching_lines(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    key, one, two, three = draw.words(4)
+    lines = [f"{one} {key}", two, f"{three} {key}"]
+    before = {a: File("\n".join(lines))}
+    after = {**before, b: File(f"{lines[0]}\n{lines[2]}")}
+    instruction = f"Write the lines of {a} that hold the word {key} to a new file named {b}."
+    return Instance(instruction, before, after, [f"grep -w {key} {a} > {b}"])
+
+
+def find_and_copy(draw: Draw) -> Instance:
+    texts = draw.words(3)
+    files: Tree = {f"{draw.word()}.txt": File(text) for text in texts}
+    b, key = f"{draw.word()}.txt", texts[draw.below(3)]
+    instruction = f"Copy the file that holds the word {key} to {b}."
+    return Instance(instruction, files, {**files, b: File(key)}, [f'cp "$(grep -lwr {key} .)" {b}'])
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("make-dir", 1, make_dir),
+        Family("make-two-dirs", 1, make_two_dirs),
+        Family("make-nested-dir", 1, make_nested_dir),
+        Family("remove-file", 1, remove_file),
+        Family("remove-dir", 1, remove_dir),
+        Family("make-executable", 1, make_executable),
+        Family("rename-file", 1, rename_file),
+        Family("copy-file", 1, copy_file),
+        Family("move-into-dir", 1, move_into_dir),
+        Family("create-empty", 1, create_empty),
+        Family("write-word", 1, write_word),
+        Family("append-line", 1, append_line),
+        Family("follow-note", 1, follow_note, look_first=True),
+        Family("make-named-dir", 1, make_named_dir, look_first=True),
+        Family("remove-named", 1, remove_named, look_first=True),
+        Family("remove-empty", 2, remove_empty, look_first=True),
+        Family("count-lines", 2, count_lines),
+        Family("sort-file", 2, sort_file),
+        Family("first-lines", 2, first_lines),
+        Family("matching-lines", 2, matching_lines),
+        Family("find-and-copy", 2, find_and_copy, look_first=True),
+    )
+}
