@@ -212,6 +212,12 @@ async def test_a_prompt_beyond_the_window_is_a_context_finish(body: dict[str, An
     assert (reply.finish_reason, reply.content) == ("context", "")
 
 
+@pytest.mark.parametrize(("granted", "finish"), [(8, "length"), (5, "context"), (None, "length")])
+async def test_a_cut_where_the_server_clamped_to_the_window_is_the_contexts(granted: int | None, finish: str) -> None:
+    body = completion({"role": "assistant", "content": "```bash"}, "length", termrl={"max_tokens": granted})
+    assert (await ask(always(body))).finish_reason == finish
+
+
 async def test_nobody_listening_is_a_policy_error() -> None:
     async with served(always({})) as endpoint:
         url = endpoint.url

@@ -117,7 +117,10 @@ class ChatPolicy:
         self._max_tokens_field = max_tokens_field
 
     async def chat(self, messages: list[Message], *, max_tokens: int, seed: int | None) -> Reply:
-        """Ask for one turn; a prompt that does not fit gives finish reason ``context`` rather than an error.
+        """Ask for one turn.
+
+        The finish reason is the endpoint's own, but for ``context``: also a prompt that is refused for its length,
+        and a turn cut short because the session server clamped it to the window.
 
         Raises:
             PolicyError: connection, timeout, error status, or a reply that is no chat completion.
@@ -143,7 +146,7 @@ class ChatPolicy:
             return self._refused(error.status_code, error.response.text)
         except (OpenAIError, OSError, ValueError) as error:
             raise PolicyError(f"{self._where}: {type(error).__name__}: {error}") from error
-        return self._reply(content, raw.headers, time.monotonic() - start)
+        return self._reply(content, raw.headers, time.monotonic() - start, max_tokens)
 
     def _refused(self, status: int, body: str) -> Reply:
         message = _error_message(body)
@@ -151,7 +154,7 @@ class ChatPolicy:
             return Reply({"role": "assistant", "content": ""}, "", "context")
         raise PolicyError(f"{self._where}: HTTP {status}: {message}", hint=_HINTS.get(status))
 
-    def _reply(self, content: bytes, headers: Mapping[str, str], wall_s: float) -> Reply:
+    def _reply(self, content: bytes, headers: Mapping[str, str], wall_s: float, max_tokens: int) -> Reply:
         body = self._json(content)
         choices = body.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -168,7 +171,11 @@ class ChatPolicy:
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         usage = body.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        service_s, queue_s = _times(headers, body.get("termrl"), wall_s)
+        extra = body.get("termrl")
+        extra = extra if isinstance(extra, dict) else {}
+        if finish_reason == "length" and (_count(extra.get("max_tokens")) or max_tokens) < max_tokens:
+            finish_reason = "context"
+        service_s, queue_s = _times(headers, extra, wall_s)
         return Reply(
             message=message,
             content=_text(message.get("content")),
@@ -269,12 +276,11 @@ def _seconds(value: object) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _times(headers: Mapping[str, str], extra: object, wall_s: float) -> tuple[float, float]:
+def _times(headers: Mapping[str, str], extra: Mapping[str, Any], wall_s: float) -> tuple[float, float]:
     """Engine service and queue seconds: as the server tells them, else all is service."""
-    fields = extra if isinstance(extra, dict) else {}
-    service = _seconds(headers.get(SERVICE_HEADER, fields.get("service_s")))
+    service = _seconds(headers.get(SERVICE_HEADER, extra.get("service_s")))
     if service is None:
         return wall_s, 0.0
     service = min(service, wall_s)
-    queue = _seconds(headers.get(QUEUE_HEADER, fields.get("queue_s")))
+    queue = _seconds(headers.get(QUEUE_HEADER, extra.get("queue_s")))
     return service, wall_s - service if queue is None else queue
