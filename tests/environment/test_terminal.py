@@ -68,6 +68,7 @@ def tasks(tmp_path: Path) -> dict[str, Task]:
         tiny_task(tmp_path, id="half", test="echo 0.5 > /logs/verifier/reward.txt"),
         tiny_task(tmp_path, id="online", test=FRAGILE, files={"settings.sh": "x=1\n"}, tests_use_network=True),
         tiny_task(tmp_path, id="image", spec={"image": "python:3.13"}, agent_timeout_s=None),
+        tiny_task(tmp_path, id="public", spec={"network_mode": "public"}),
         tiny_task(tmp_path, id="token", verifier_env={"TOKEN": "${TERMRL_TEST_NOT_SET}"}),
     ]
     return {task.id: task for task in made}
@@ -167,11 +168,14 @@ async def test_evaluate_after_a_failed_reset_fails_closed(
 
 
 async def test_a_task_that_the_backend_refuses_leaves_no_episode(environment: TerminalEnvironment) -> None:
-    with pytest.raises(TaskError):
-        await environment.reset("image") if environment._provider.refusal(
-            environment._tasks["image"].sandbox
-        ) else await environment.reset("nowhere")
+    with pytest.raises(TaskError, match="network"):
+        await environment.reset("public")
     assert (await environment.step(EVALUATE)).reward is None
+
+
+async def test_a_task_without_a_limit_and_with_an_image_says_so(environment: TerminalEnvironment) -> None:
+    info = (await environment.reset("image")).info
+    assert (info["docker_image"], info["agent_timeout_sec"]) == ("python:3.13", None)
 
 
 async def test_a_missing_host_variable_of_the_verifier_fails_the_reset(

@@ -55,7 +55,8 @@ async def chat_client(
     from openai import AsyncOpenAI, DefaultAioHttpClient, Timeout
 
     # The SDK's HTTP library is httpx or its fork, by version; the limits must be of the same one.
-    http = importlib.import_module(Timeout.__module__.partition(".")[0])
+    base = next(base for base in DefaultAioHttpClient.__mro__ if base.__name__ == "AsyncClient")
+    http = importlib.import_module(base.__module__.partition(".")[0])
     limits = http.Limits(
         max_connections=max_connections,
         max_keepalive_connections=max_connections,
@@ -116,12 +117,15 @@ class ChatPolicy:
         self._max_tokens_field = max_tokens_field
 
     async def chat(self, messages: list[Message], *, max_tokens: int, seed: int | None) -> Reply:
-        """Ask for one turn; a prompt that does not fit gives finish reason ``context`` rather than an error.
+        """Ask for one turn.
+
+        The finish reason is the endpoint's own, but for ``context``: also a prompt that is refused for its length,
+        and a turn cut short because the session server clamped it to the window.
 
         Raises:
             PolicyError: connection, timeout, error status, or a reply that is no chat completion.
         """
-        from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
+        from openai import APIConnectionError, APIStatusError, OpenAIError
 
         request: dict[str, Any] = {**self._fixed, self._max_tokens_field: max_tokens, "messages": messages}
         if seed is not None:
@@ -130,17 +134,19 @@ class ChatPolicy:
         try:
             raw = await self._client.chat.completions.with_raw_response.create(**request)
             content = raw.content
-        except APITimeoutError as error:
-            waited = time.monotonic() - start
-            raise PolicyError(f"{self._where}: no answer within {waited:.0f} s") from error
         except APIConnectionError as error:
-            reason = str(error.__cause__ or error) or type(error.__cause__ or error).__name__
+            # The SDK's aiohttp transport calls a refused connection a timeout: only the root says which it was.
+            root = _root(error)
+            if isinstance(root, TimeoutError):
+                waited = time.monotonic() - start
+                raise PolicyError(f"{self._where}: no answer within {waited:.1f} s") from error
+            reason = " ".join(str(root).split()) or type(root).__name__
             raise PolicyError(f"{self._where}: {reason}", hint="is the endpoint up?") from error
         except APIStatusError as error:
             return self._refused(error.status_code, error.response.text)
         except (OpenAIError, OSError, ValueError) as error:
             raise PolicyError(f"{self._where}: {type(error).__name__}: {error}") from error
-        return self._reply(content, raw.headers, time.monotonic() - start)
+        return self._reply(content, raw.headers, time.monotonic() - start, max_tokens)
 
     def _refused(self, status: int, body: str) -> Reply:
         message = _error_message(body)
@@ -148,7 +154,7 @@ class ChatPolicy:
             return Reply({"role": "assistant", "content": ""}, "", "context")
         raise PolicyError(f"{self._where}: HTTP {status}: {message}", hint=_HINTS.get(status))
 
-    def _reply(self, content: bytes, headers: Mapping[str, str], wall_s: float) -> Reply:
+    def _reply(self, content: bytes, headers: Mapping[str, str], wall_s: float, max_tokens: int) -> Reply:
         body = self._json(content)
         choices = body.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -165,7 +171,11 @@ class ChatPolicy:
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         usage = body.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        service_s, queue_s = _times(headers, body.get("termrl"), wall_s)
+        extra = body.get("termrl")
+        extra = extra if isinstance(extra, dict) else {}
+        if finish_reason == "length" and (_count(extra.get("max_tokens")) or max_tokens) < max_tokens:
+            finish_reason = "context"
+        service_s, queue_s = _times(headers, extra, wall_s)
         return Reply(
             message=message,
             content=_text(message.get("content")),
@@ -215,6 +225,12 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _error_message(body: str) -> str:
     """The one line that says what went wrong in an OpenAI-shaped (or any) error body."""
     import orjson
@@ -260,12 +276,11 @@ def _seconds(value: object) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _times(headers: Mapping[str, str], extra: object, wall_s: float) -> tuple[float, float]:
+def _times(headers: Mapping[str, str], extra: Mapping[str, Any], wall_s: float) -> tuple[float, float]:
     """Engine service and queue seconds: as the server tells them, else all is service."""
-    fields = extra if isinstance(extra, dict) else {}
-    service = _seconds(headers.get(SERVICE_HEADER, fields.get("service_s")))
+    service = _seconds(headers.get(SERVICE_HEADER, extra.get("service_s")))
     if service is None:
         return wall_s, 0.0
     service = min(service, wall_s)
-    queue = _seconds(headers.get(QUEUE_HEADER, fields.get("queue_s")))
+    queue = _seconds(headers.get(QUEUE_HEADER, extra.get("queue_s")))
     return service, wall_s - service if queue is None else queue

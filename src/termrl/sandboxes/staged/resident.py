@@ -1,0 +1,422 @@
+"""The first process of a sandbox: runs commands on request and tells how they went.
+
+It owns descriptor 3, a SEQPACKET socket to the provider, and ends when that closes; the kernel then kills everything
+else. It is not dumpable, so nothing under /proc/1 can be read, it ignores every signal, and it is single-threaded:
+one poll loop over the socket, the commands' output pipes and the ends of children.
+
+Packets are fields joined by NUL. In: ``verb id fields…``. Out: ``ok id``, ``err id kind message``, ``out id bytes``
+(parts of a result, in order) and ``done id exit_code timed_out total head_bytes duration background oom``.
+"""
+
+import _signal
+import _socket
+import errno
+import os
+import resource
+import select
+import sys
+import time
+
+from termrl.sandboxes import archive
+from termrl.sandboxes.output import BoundedOutput
+from termrl.sandboxes.staged import files, processes
+from termrl.sandboxes.staged.launcher import reap, receive, wake_on_child
+
+_CONTROL = 3
+_SHELL = "/bin/bash"
+_DRAIN_S = 0.1
+_WATCH_S = 0.1
+_LINGER_S = 0.05
+_PART = 48 * 1024
+_READ = 1 << 16
+_GIVE_UP_S = 2.0
+# A command of more than one argument's worth of bytes comes by descriptor; bash reads it whole, then runs it.
+_FROM_FD = 'eval "$(</proc/self/fd/9)" 9<&-'
+
+
+class _Command:
+    """One running command: its shell, its output so far and its deadline."""
+
+    def __init__(self, ident: int, pid: int, pipe: int, limit: int, timeout_s: float) -> None:
+        self.ident = ident
+        self.pid = pid
+        self.pipe = pipe
+        self.output = BoundedOutput(limit)
+        self.started = time.monotonic()
+        self.ended = 0.0
+        self.deadline = self.started + timeout_s
+        self.status: int | None = None
+        self.timed_out = False
+        self.oom = False
+        self.eof = False
+
+
+class Resident:
+    """The state of one sandbox's first process."""
+
+    def __init__(self) -> None:
+        self.control = _socket.socket(fileno=_CONTROL)
+        self.poll = select.poll()
+        self.wake = wake_on_child()
+        self.poll.register(_CONTROL, select.POLLIN)
+        self.poll.register(self.wake, select.POLLIN)
+        self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.commands: dict[int, _Command] = {}
+        self.by_pipe: dict[int, _Command] = {}
+        # Pipes that a background process still holds: drained slowly, so that it neither blocks nor is killed.
+        self.lingering: set[int] = set()
+        self.resting: list[tuple[float, int]] = []
+        self.background = 0
+        self.next_watch = 0.0
+        self.pids = 0
+        self.memory = 0
+        self.inodes = 0
+        self.last_inodes = 0
+        self.limits: list[tuple[int, int]] = []
+
+    def serve(self) -> None:
+        """Run until the provider is gone."""
+        self._send(b"hello")
+        while True:
+            for fd, _ in self.poll.poll(self._wait_ms()):
+                if fd == _CONTROL:
+                    self._request()
+                elif fd == self.wake:
+                    os.read(self.wake, 4096)
+                    self._children()
+                elif fd in self.lingering:
+                    self._drain_lingering(fd)
+                elif fd in self.by_pipe:
+                    self._read(self.by_pipe[fd])
+            self._timers()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _request(self) -> None:
+        packet, fds = receive(self.control)
+        if not packet:
+            os._exit(0)
+        verb, ident, *fields = packet.split(b"\0")
+        try:
+            answer = getattr(self, "do_" + verb.decode())(int(ident), fields, fds)
+            if answer is not None:
+                self._send(b"ok", ident, *answer)
+        except files.Refused as refusal:
+            self._send(b"err", ident, *refusal.args)
+        except FileNotFoundError as error:
+            self._send(b"err", ident, b"missing", os.fsencode(str(error)))
+        except (OSError, archive.ArchiveError) as error:
+            self._send(b"err", ident, b"os", os.fsencode(str(error)))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def do_setup(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Make the folders, unpack /etc and the task's files, take the limits. Fields: workdir, limits."""
+        workdir, pids, memory, inodes, rlimits = fields
+        self.pids, self.memory, self.inodes = int(pids), int(memory), int(inodes)
+        for item in rlimits.split():
+            name, value = item.split(b"=")
+            self.limits.append((int(name), int(value)))
+        files.furnish(workdir)
+        archive.unpack(fds[0], b"/etc")
+        if len(fds) > 1:
+            archive.unpack(fds[1], workdir)
+        return []
+
+    def do_exec(self, ident: int, fields: list[bytes], fds: list[int]) -> None:
+        """Start a command. Fields: timeout, output limit, cwd, the environment's size and entries, command."""
+        timeout, limit, cwd, count, *rest = fields
+        environment = dict(entry.split(b"=", 1) for entry in rest[: int(count)])
+        argv = [b"bash", b"-c", os.fsencode(_FROM_FD) if fds else rest[int(count)]]
+        self._make_room()
+        try:
+            folder = os.open(cwd, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise files.Refused(b"command", b"working directory " + cwd + b": " + _reason(error)) from None
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.set_blocking(write, True)
+            pid = self._fork()
+            if pid == 0:
+                self._become(ident, argv, environment, folder, write, fds)
+        except OSError:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+            os.close(folder)
+        command = _Command(ident, pid, read, int(limit), float(timeout))
+        if not self.commands:
+            self.next_watch = command.started + _WATCH_S
+        self.commands[ident] = command
+        self.by_pipe[read] = command
+        self.poll.register(read, select.POLLIN)
+
+    def do_cancel(self, ident: int, _fields: list[bytes], _fds: list[int]) -> None:
+        """Kill a running command as if its time were up."""
+        command = self.commands.get(ident)
+        if command is not None:
+            command.deadline = 0.0
+
+    def do_killall(self, _ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Kill every process of every command; answers how many there were."""
+        living = processes.alive()
+        count = len(living)
+        for pid in living:
+            try:
+                os.kill(pid, _signal.SIGSTOP)
+            except ProcessLookupError:
+                pass
+        give_up = time.monotonic() + _GIVE_UP_S
+        while processes.alive() and time.monotonic() < give_up:
+            processes.kill_everything()
+            self._children()
+            time.sleep(0.001)
+        self.background = len(processes.alive())
+        if self.background:
+            raise files.Refused(b"os", f"{self.background} processes cannot be killed".encode())
+        return [str(count).encode()]
+
+    def do_put(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Unpack a stream of files. Fields: target."""
+        archive.unpack(fds[0], fields[0])
+        return []
+
+    def do_write(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Write one file. Fields: target, mode."""
+        files.write(fields[0], int(fields[1]), fds[0])
+        return []
+
+    def do_read(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send one regular file. Fields: path, most bytes."""
+        self._send_parts(ident, files.read(fields[0], int(fields[1])))
+        return []
+
+    def do_get(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Pack a file or folder into the given descriptor. Fields: path, most bytes."""
+        archive.pack(fields[0], fds[0], max_bytes=int(fields[1]))
+        return []
+
+    def do_verify(self, _ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """A fresh, empty /logs/verifier."""
+        files.fresh_verify_folder()
+        return []
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def _fork(self) -> int:
+        for _ in range(3):
+            try:
+                return os.fork()
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                    raise
+                self._purge()
+        return os.fork()
+
+    def _become(
+        self,
+        ident: int,
+        argv: list[bytes],
+        environment: dict[bytes, bytes],
+        folder: int,
+        output: int,
+        fds: list[int],
+    ) -> None:
+        """In the child: turn into the command's shell; never returns."""
+        try:
+            os.setsid()
+            for number in range(1, 65):
+                if number not in (_signal.SIGKILL, _signal.SIGSTOP, 32, 33):
+                    _signal.signal(number, _signal.SIG_DFL)
+            os.fchdir(folder)
+            os.dup2(self.null, 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if fds:
+                os.dup2(fds[0], 9)
+            for name, value in self.limits:
+                resource.setrlimit(name, (value, value))
+            processes.wear_tag(ident)
+            os.execve(_SHELL, argv, environment)
+        except BaseException as error:
+            self._send(b"err", str(ident).encode(), b"command", f"the shell {_SHELL} cannot run: {error}".encode())
+        finally:
+            os._exit(127)
+
+    def _read(self, command: _Command) -> None:
+        for _ in range(16):
+            try:
+                data = os.read(command.pipe, _READ)
+            except BlockingIOError:
+                return
+            if not data:
+                command.eof = True
+                self.poll.unregister(command.pipe)
+                self._maybe_finish(command)
+                return
+            command.output.feed(data)
+
+    def _children(self) -> None:
+        ended = dict(reap())
+        if not ended:
+            return
+        for command in list(self.commands.values()):
+            if command.status is None and command.pid in ended:
+                command.status = ended[command.pid]
+                command.ended = time.monotonic()
+                command.deadline = command.ended + _DRAIN_S
+                self._maybe_finish(command)
+
+    def _maybe_finish(self, command: _Command) -> None:
+        if command.status is not None and command.eof:
+            self._finish(command)
+
+    def _finish(self, command: _Command) -> None:
+        del self.commands[command.ident]
+        del self.by_pipe[command.pipe]
+        if command.eof:
+            os.close(command.pipe)
+        else:
+            self.lingering.add(command.pipe)
+        running = {other.ident for other in self.commands.values()}
+        left = [pid for pid in processes.everyone() if processes.tag_of(pid) not in running]
+        self.background = sum(processes.stat_of(pid) is not None for pid in left)
+        if self.background * 10 >= self.pids * 9:
+            self._purge()
+            self.background = len(processes.alive())
+        head, tail = command.output.parts()
+        self._send_parts(command.ident, head + tail)
+        code = b"" if command.timed_out else str(command.status).encode()
+        numbers = (int(command.timed_out), command.output.total, len(head))
+        duration = f"{(command.ended or time.monotonic()) - command.started:.6f}"
+        fields = [code, *(str(number).encode() for number in numbers), duration.encode()]
+        fields += [str(self.background).encode(), str(int(command.oom)).encode()]
+        self._send(b"done", str(command.ident).encode(), *fields)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _wait_ms(self) -> int | None:
+        times = [command.deadline for command in self.commands.values()]
+        if self.resting:
+            times.append(self.resting[0][0])
+        if self.commands or self.background:
+            times.append(self.next_watch)
+        if not times:
+            return None
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1)
+
+    def _timers(self) -> None:
+        now = time.monotonic()
+        for command in list(self.commands.values()):
+            if command.deadline > now:
+                continue
+            if command.status is not None or command.timed_out:
+                self._finish(command)
+                continue
+            command.timed_out = True
+            command.deadline = now + _GIVE_UP_S
+            processes.kill_tree(command.ident)
+        while self.resting and self.resting[0][0] <= now:
+            self.poll.register(self.resting.pop(0)[1], select.POLLIN)
+        if (self.commands or self.background) and now >= self.next_watch:
+            self.next_watch = now + _WATCH_S
+            self._watch()
+
+    def _drain_lingering(self, fd: int) -> None:
+        self.poll.unregister(fd)
+        try:
+            data = os.read(fd, _READ)
+        except BlockingIOError:
+            data = b"-"
+        if data:
+            self.resting.append((time.monotonic() + _LINGER_S, fd))
+        else:
+            self.lingering.discard(fd)
+            os.close(fd)
+
+    def _watch(self) -> None:
+        """Hold what no other limit holds: files, and without cgroups memory."""
+        used = files.inodes()
+        if used > self.inodes and used > self.last_inodes:
+            self._cull(processes.census()[2])
+        self.last_inodes = used
+        if self.background and not self.commands:
+            self.background = len(processes.alive())
+        if self.memory:
+            _, memory, by_tag = processes.census()
+            if memory > self.memory:
+                self._cull(by_tag, by_memory=True)
+
+    def _purge(self) -> None:
+        """Make room in the process table: kill the command that holds most of it."""
+        self._cull(processes.census()[2])
+        self._children()
+
+    def _make_room(self) -> None:
+        if self.background and processes.census()[0] * 10 >= self.pids * 9:
+            self._purge()
+
+    def _cull(self, by_tag: dict[int | None, list[int]], *, by_memory: bool = False) -> None:
+        """Kill the command that holds most processes, or most memory (then it counts as out of memory)."""
+
+        def weight(pids: list[int]) -> int:
+            return sum((processes.stat_of(pid) or ("", 0, 0))[2 if by_memory else 1] for pid in pids)
+
+        if not by_tag:
+            return
+        tag = max(by_tag, key=lambda each: weight(by_tag[each]))
+        if tag is None:
+            processes.kill_everything()
+        else:
+            processes.kill_tree(tag)
+        command = self.commands.get(tag) if tag is not None else None
+        if by_memory and command is not None:
+            command.oom = True
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _send(self, *fields: bytes) -> None:
+        try:
+            self.control.send(b"\0".join(fields))
+        except OSError:
+            os._exit(0)
+
+    def _send_parts(self, ident: int, data: bytes) -> None:
+        label = b"out\0" + str(ident).encode() + b"\0"
+        for start in range(0, len(data), _PART):
+            try:
+                self.control.send(label + data[start : start + _PART])
+            except OSError:
+                os._exit(0)
+
+
+def _reason(error: OSError) -> bytes:
+    return os.fsencode(error.strerror or str(error))
+
+
+def _not_dumpable() -> None:
+    """Make sure that no other process can look into this one, also where the execute-only program did not."""
+    try:
+        os.close(os.open("/proc/self/environ", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return
+    import ctypes
+
+    pr_set_dumpable = 4
+    if ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0) != 0:
+        sys.exit("cannot make the first process undumpable")
+
+
+def main() -> None:
+    """Take the socket over and serve."""
+    os.set_inheritable(_CONTROL, False)
+    for number in range(1, 65):
+        if number not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, 32, 33):
+            _signal.signal(number, _signal.SIG_IGN)
+    _not_dumpable()
+    resident = Resident()
+    os.dup2(resident.null, 2)
+    os.umask(0o022)
+    resident.serve()
