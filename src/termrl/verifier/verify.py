@@ -110,13 +110,13 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
 
 async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: float, evidence: _Evidence) -> Verdict:
     keep_services = bool(task.metadata.get(KEEP_SERVICES, False))
-    if not keep_services:
-        await sandbox.kill_all()
-    planted = await _reward_files_present(sandbox)
-    if planted:
-        evidence.signals["planted_reward"] = planted
-    await _disarm_preload(sandbox, evidence)
     try:
+        if not keep_services:
+            await sandbox.kill_all()
+        planted = await _reward_files_present(sandbox)
+        if planted:
+            evidence.signals["planted_reward"] = planted
+        await _disarm_preload(sandbox, evidence)
         await sandbox.open_verify_window(task.tests, exclude=excluded_paths(task.tests))
         if await _reward_files_present(sandbox):
             return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
@@ -128,17 +128,16 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
             clean_env=True,
             output_limit=2 * _TAIL_BYTES,
         )
+        if result.background and not keep_services:
+            await sandbox.kill_all()
     except (CommandError, OSError) as error:
         if isinstance(error, TimeoutError):
             raise
-        return _missing(Cause.VERIFIER_CRASH, f"the tests could not be started: {error}", evidence)
+        return _missing(Cause.VERIFIER_CRASH, f"the tests could not be run: {error}", evidence)
     evidence.exit_code, evidence.output = result.exit_code, result.output
-    if keep_services:
-        if result.background:
-            evidence.signals["kept_services"] = result.background
-            evidence.exposed = True
-    elif result.background:
-        await sandbox.kill_all()
+    if result.background and keep_services:
+        evidence.signals["kept_services"] = result.background
+        evidence.exposed = True
     if result.timed_out:
         evidence.output = await _partial_output(sandbox)
         return _timed_out(budget, evidence)
@@ -155,7 +154,7 @@ async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidenc
             continue
         except RewardFormatError as error:
             return _missing(Cause.BAD_REWARD, str(error), evidence)
-        except (ValueError, OSError) as error:
+        except (CommandError, ValueError, OSError) as error:
             return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
         return Verdict.scored(reward, **evidence.fields())
     line = bootstrap_failure(result.output)
@@ -213,7 +212,7 @@ async def _reward_files_present(sandbox: Sandbox) -> list[str]:
             await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES)
         except FileNotFoundError:
             continue
-        except (ValueError, OSError):
+        except (CommandError, ValueError, OSError):
             pass
         present.append(path)
     return present
@@ -229,10 +228,10 @@ async def _disarm_preload(sandbox: Sandbox, evidence: _Evidence) -> None:
             return
     except FileNotFoundError:
         return
-    except (ValueError, OSError):
+    except (CommandError, ValueError, OSError):
         pass
     evidence.signals["ld_so_preload"] = True
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(CommandError, ValueError, OSError):
         await sandbox.put_bytes(b"", _PRELOAD)
 
 
@@ -244,6 +243,6 @@ async def _partial_output(sandbox: Sandbox) -> str:
 
 
 async def _take_tests_away(sandbox: Sandbox) -> None:
-    with contextlib.suppress(SandboxError, OSError, TimeoutError):
+    with contextlib.suppress(SandboxError, CommandError, OSError):
         async with asyncio.timeout(_CLEANUP_S):
             await sandbox.close_verify_window()
