@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 MINIMAL = """\
@@ -23,7 +24,7 @@ def write_task(
     toml: str | None = MINIMAL,
     instruction: str | bytes | None = "Do it.\n",
     test: str | bytes | None = PASSING,
-    files: dict[str, str | bytes] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """A task folder; ``None`` leaves a file out."""
     named = {"task.toml": toml, "instruction.md": instruction, "tests/test.sh": test, **(files or {})}
@@ -49,14 +50,18 @@ class PlainMachine:
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
         text = script.replace("/app", str(self.app)).replace("/logs/verifier", str(self.logs))
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "TIME_STYLE": "+"}
-        return subprocess.run(["bash", "-c", text], cwd=self.app, env=env, capture_output=True, text=True, timeout=20)
+        cwd = self.app if self.app.is_dir() else self.logs
+        return subprocess.run(["bash", "-c", text], cwd=cwd, env=env, capture_output=True, text=True, timeout=20)
 
-    def solve(self) -> None:
-        done = self.run((self.task / "solution" / "solve.sh").read_text())
+    @property
+    def solution(self) -> str:
+        return (self.task / "solution" / "solve.sh").read_text()
+
+    def reward(self, *scripts: str) -> tuple[str, str]:
+        """Run the scripts, which must succeed, then the tests: (what reward.txt holds, what the tests printed)."""
+        tests = (self.task / "tests" / "test.sh").read_text()
+        # One process for all of them: this runs some thousand times.
+        done = self.run("\n".join([*(f"(\n{script}\n) >&2 || exit 99" for script in scripts), tests]))
         assert done.returncode == 0, done.stderr
-
-    def reward(self) -> tuple[str, str]:
-        """(what reward.txt holds, what the tests printed)."""
-        done = self.run((self.task / "tests" / "test.sh").read_text())
-        assert done.stderr == ""
+        assert done.stderr == "" or scripts
         return (self.logs / "reward.txt").read_text().strip(), done.stdout.strip()
