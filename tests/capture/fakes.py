@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -20,12 +20,36 @@ CORPUS = [
     "```bash\nls -la /app && cat notes.txt | grep -n word > out.txt\n```\n",
     "Write the word to the file, then say TASK_COMPLETE.\n  The exit status was 0.\n\n",
 ]
-SMOL_TEMPLATE = (
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+HERMES_TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}"
+    "{{- messages[0]['content'] if messages[0]['role'] == 'system' else 'Default words.' }}"
+    "{{- '\n\nTools at hand:' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}"
+    "{{- '\nAnswer with tool_call tags.<|im_end|>\n' }}"
+    "{%- elif messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>system\nDefault words.<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] in ('user',) or (message['role'] == 'system' and not loop.first)"
+    " or (message['role'] == 'assistant' and not message.tool_calls) %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- elif message['role'] == 'assistant' %}{{- '<|im_start|>assistant' }}"
+    "{%- if message['content'] %}{{- '\n' + message['content'] }}{%- endif %}"
+    "{%- for call in message.tool_calls %}"
+    '{{- \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}"
+    "{%- elif message['role'] == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1]['role'] != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TRIMMING_TEMPLATE = PLAIN_TEMPLATE.replace("message['content'] +", "message['content'] | trim +")
 
 
 def small_tokenizer() -> Tokenizer:
@@ -44,9 +68,6 @@ def small_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-Script = Callable[[GenerateRequest], "str | Exception | GenerateResult"]
-
-
 class FakeUpstream:
     """An engine that answers from a script, else with tokens drawn from (prompt, seed); holds calls at a gate."""
 
@@ -63,6 +84,7 @@ class FakeUpstream:
         self.finish: FinishReason | None = None
         self.gate: asyncio.Event | None = None
         self.arrived = asyncio.Event()
+        self.was_cancelled = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.calls.append(request)
@@ -72,6 +94,7 @@ class FakeUpstream:
                 await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.append(request)
+            self.was_cancelled.set()
             raise
         reply = self.replies.pop(0) if self.replies else None
         if isinstance(reply, Exception):

@@ -30,16 +30,26 @@ async def serve(
     port: int = 0,
     on_divergence: OnDivergence = "branch",
     timeout_s: float = 3600.0,
+    max_sessions: int = 20_000,
+    max_body_bytes: int = 64 * 2**20,
 ) -> AsyncIterator[SessionServer]:
     """Run a session server in this event loop; ``server.url`` says where. Port 0 takes a free one.
 
-    On leaving, generations in flight are cancelled, and the socket is closed.
+    On leaving, generations in flight are cancelled, and the socket is closed. The other arguments are those of
+    :class:`~termrl.capture.app.SessionServer`.
 
     Raises:
         OSError: the address cannot be bound.
     """
     raise_open_file_limit()
-    server = SessionServer(upstream, renderer, on_divergence=on_divergence, timeout_s=timeout_s)
+    server = SessionServer(
+        upstream,
+        renderer,
+        on_divergence=on_divergence,
+        timeout_s=timeout_s,
+        max_sessions=max_sessions,
+        max_body_bytes=max_body_bytes,
+    )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
