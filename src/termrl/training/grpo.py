@@ -37,6 +37,9 @@ from termrl.training.advantages import Sample
 from termrl.training.events import Watcher
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from termrl.engine.transformers import EngineStats
     from termrl.training.trainer import UpdateMetrics
 
 
@@ -47,7 +50,7 @@ class Learner(Protocol):
         """One policy update; an empty batch is skipped, with the reason."""
         ...
 
-    def merged_weights(self) -> Mapping[str, Any]:
+    def merged_weights(self) -> Mapping[str, Tensor]:
         """The changed weights, by their transformers names."""
         ...
 
@@ -55,13 +58,13 @@ class Learner(Protocol):
 class Engine(Protocol):
     """What samples the policy; :class:`termrl.engine.transformers.EmbeddedEngine` is one."""
 
-    def set_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+    def set_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Sample from these weights from now on."""
         ...
 
     @property
-    def busy_s(self) -> float:
-        """Seconds of work so far."""
+    def stats(self) -> EngineStats:
+        """Running totals of its work."""
         ...
 
 
@@ -153,7 +156,7 @@ class GRPO:
         """Advantages, update, new weights in the engine, and the step's record."""
         training = self._config.training
         rolled_out = time.monotonic()
-        generation_s = self._parts.engine.busy_s - self._progress.engine_s
+        generation_s = self._engine_s() - self._progress.engine_s
         batch = build_batch(groups, scale=training.advantage_scale, mask_truncated=training.mask_truncated)
         self._watcher.phase("update", step=step, total=0)
         update = self._parts.learner.update(batch.samples)
@@ -166,7 +169,7 @@ class GRPO:
         metrics |= perf_metrics(timings, episodes=len(episodes), tokens=int(metrics["rollout/tokens_captured"]))
         self._record(step, groups, batch, metrics)
         self._progress.finish_step(step, metrics, batch)
-        self._progress.engine_s = self._parts.engine.busy_s
+        self._progress.engine_s = self._engine_s()
         self._watcher.step(step, metrics)
 
     async def _evaluate(self, name: str) -> EvalScores:
@@ -187,7 +190,7 @@ class GRPO:
             on_end=self._watcher.episode,
         )
         self._progress.evaluation_s = time.monotonic() - started
-        self._progress.engine_s = self._parts.engine.busy_s
+        self._progress.engine_s = self._engine_s()
         scores = score_families(episodes, [task.family for task in tasks], untrained=self._parts.pools.untrained)
         self._store.append_episodes(
             [
@@ -247,6 +250,10 @@ class GRPO:
         if limit is not None and progress.wall_s + progress.longest_step_s + progress.evaluation_s > limit:
             progress.stopped = f"time: another step and the evaluation would not fit in max_wall_s = {limit:g}"
         return progress.stopped is not None
+
+    def _engine_s(self) -> float:
+        stats = self._parts.engine.stats
+        return stats.prefill_s + stats.decode_s
 
     def _save(self) -> None:
         progress = self._progress

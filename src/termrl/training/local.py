@@ -49,10 +49,16 @@ def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
         TermrlError: whatever is wrong with any of them.
     """
     check_families(config)
-    open_provider(config.sandbox.backend, **config.sandbox.settings)
     opening(config.episode.opening)
     pools = load_pools(config) if config.tasks.dir is not None else None
+    asyncio.run(_check_sandbox(config, pools))
     return ensure_model(config.model.path), pools
+
+
+async def _check_sandbox(config: TrainConfig, pools: TaskPools | None) -> None:
+    async with open_provider(config.sandbox.backend, **config.sandbox.settings) as provider:
+        if pools is not None:
+            check_runnable(pools, provider)
 
 
 async def train(
@@ -131,7 +137,6 @@ async def open_parts(
     engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
         provider = await stack.enter_async_context(open_provider(config.sandbox.backend, **config.sandbox.settings))
-        check_runnable(pools, provider)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(upstream.close)
         server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
