@@ -34,9 +34,10 @@ _TAIL_BYTES = 8 * 1024
 _HANG_GRACE_S = 5.0
 _CLEANUP_S = 5.0
 
-# $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved.
+# $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved. Where the policy has
+# spoilt /tmp, the home goes into the folder that was just made for the verifier.
 _DRIVER = f"""\
-mkdir -m 700 -- "$HOME" || exit
+mkdir -m 700 -- "$HOME" 2>/dev/null || {{ HOME={LOGS}/.home && mkdir -m 700 -- "$HOME"; }} || exit
 "$BASH" {TEST_SCRIPT} >{TEST_OUTPUT} 2>&1 </dev/null
 code=$?
 tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}
@@ -80,7 +81,7 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
 
     test.sh runs from the task's workdir with bash, by its absolute path, its output in
     ``/logs/verifier/test-stdout.txt``. Its exit code decides nothing. ``reward.json`` counts before
-    ``reward.txt``. The tests are gone again when this returns.
+    ``reward.txt``. When this returns, the tests and ``/logs/verifier`` are gone again.
 
     Args:
         timeout_s: budget in seconds for upload, tests and download together; the task's own when ``None``.
@@ -243,6 +244,8 @@ async def _partial_output(sandbox: Sandbox) -> str:
 
 
 async def _take_tests_away(sandbox: Sandbox) -> None:
+    """The tests go, and with them what they wrote: their output may spell out what they expect."""
     with contextlib.suppress(SandboxError, CommandError, OSError):
-        async with asyncio.timeout(_CLEANUP_S):
+        async with asyncio.timeout(2 * _CLEANUP_S):
             await sandbox.close_verify_window()
+            await sandbox.exec(f"rm -rf -- {LOGS}", timeout_s=_CLEANUP_S, cwd="/", clean_env=True)
