@@ -19,7 +19,7 @@ def generate(
     /,
     *,
     split: Literal["train", "eval"] = "train",
-    families: Annotated[list[str] | None, Parameter(negative="", consume_multiple=True)] = None,
+    families: Annotated[list[str] | None, Parameter(negative="")] = None,
     per_family: int = 8,
     seed: int = 0,
 ) -> None:
@@ -32,7 +32,7 @@ def generate(
     split
         Whose words to use; the two splits share none.
     families
-        Families by name, with spaces or commas between; all of level 1 if none are named; `all` for every one.
+        Names of families with commas between, or all; those of level 1 if none are named.
     per_family
         Tasks of each family.
     seed
@@ -69,13 +69,12 @@ def list_tasks(directory: Path, /, *, skip_broken: Annotated[bool, Parameter(neg
 
     tasks = TaskSet.load(directory, skip_broken=skip_broken)
     table = Table(box=None, pad_edge=False)
-    for column in ("task", "family", "level", "sandbox", "network", "instruction"):
-        table.add_column(column, no_wrap=column != "instruction", overflow="ellipsis")
+    for column in ("task", "family", "level"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("instruction")
     for task in tasks.values():
         level = "" if task.level is None else str(task.level)
-        instruction = task.instruction.split("\n", 1)[0]
-        cells = (task.id, task.family, level, _made_from(task), task.sandbox.network_mode, instruction)
-        table.add_row(*map(escape, cells))
+        table.add_row(*map(escape, (task.id, task.family, level, task.instruction.split("\n", 1)[0])))
     console = Console()
     console.print(table)
     console.print(f"\n{len(tasks)} tasks, {len(tasks.families)} families", highlight=False)
@@ -124,6 +123,8 @@ def show(directory: Path, task_id: str, /) -> None:
         "files": "\n".join(name for name, path in entries(task.path) if not path.is_dir()),
         "digest": digest(task.path),
     }
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, escape(value))
     console.print(table, highlight=False)

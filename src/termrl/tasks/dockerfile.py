@@ -41,7 +41,8 @@ def read_dockerfile(text: str, folder: Path) -> Dockerfile:
             stage = parts[2].lower() if len(parts) == 3 and parts[1].upper() == "AS" else ""
             workdir = stages.get(parts[0].lower()) if parts else None
         elif word in ("ENV", "ARG"):
-            assigned = _ASSIGNMENT.findall(rest) or [tuple([*rest.split(None, 1), ""][:2])]
+            name, _, value = rest.partition(" ")
+            assigned = _ASSIGNMENT.findall(rest) or [(name, value)]
             variables.update({name: _fill(value.strip("\"'"), variables) for name, value in assigned})
         elif word == "WORKDIR":
             target = _fill(rest.strip().strip("\"'"), variables)

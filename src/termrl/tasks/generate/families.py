@@ -166,7 +166,7 @@ def matching_lines(draw: Draw) -> Instance:
     lines = [f"{one} {key}", two, f"{three} {key}"]
     before = {a: File("\n".join(lines))}
     after = {**before, b: File(f"{lines[0]}\n{lines[2]}")}
-    instruction = f"Write the lines of {a} that hold the word {key} to a new file named {b}."
+    instruction = f"Write the lines of {a} that hold {key} to a new file named {b}."
     return Instance(instruction, before, after, [f"grep -w {key} {a} > {b}"])
 
 

@@ -124,7 +124,7 @@ cd /app || finish 0 "the working directory is gone"
 """
 
 
-def test_script(instance: Instance, *, extras: bool) -> str:
+def render_test(instance: Instance, *, extras: bool) -> str:
     """The text of tests/test.sh: builtins of bash only, so that it costs one process."""
     gone = [path for path in expanded(instance.before) if path not in expanded(instance.after)]
     lines = [_CHECKS.format(only="" if extras else " and nothing else")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from termrl.errors import TaskError
 from termrl.tasks.generate.families import FAMILIES
-from termrl.tasks.generate.family import Draw, Family, File, Instance, Tree, expanded, test_script
+from termrl.tasks.generate.family import Draw, Family, File, Instance, Tree, expanded, render_test
 from termrl.tasks.generate.words import Split, words_of
 
 SUITE = "first-steps"
@@ -150,7 +150,7 @@ def _write_task(folder: Path, family: Family, split: Split, instance: Instance) 
     solution = "".join(f"{line}\n" for line in ("#!/bin/bash", "set -e", *instance.solution))
     _write(folder / "task.toml", settings)
     _write(folder / "instruction.md", f"{instance.instruction}\n")
-    _write(folder / "tests" / "test.sh", test_script(instance, extras=family.extras), runs=True)
+    _write(folder / "tests" / "test.sh", render_test(instance, extras=family.extras), runs=True)
     _write(folder / "solution" / "solve.sh", solution, runs=True)
     _write_tree(folder / "environment", instance.before)
 
