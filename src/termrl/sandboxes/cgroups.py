@@ -79,7 +79,8 @@ class Group:
 
     def remove(self) -> bool:
         """Remove it once it is empty; False while something still runs in it."""
-        return all([_remove(folder) for folder in self.folders])
+        left = [folder for folder in self.folders if not _remove(folder)]
+        return not left
 
 
 class Groups:

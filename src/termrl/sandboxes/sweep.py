@@ -121,7 +121,7 @@ def processes_of(folder: Path) -> list[int]:
             line = Path(entry.path, "cmdline").read_bytes()
             if mark in line and entry.stat().st_uid in (os.geteuid(), NOBODY, 0):
                 argv = line.split(b"\0")
-                if os.path.basename(argv[0]) == b"bwrap" or b"termrl.sandboxes.staged" in line:
+                if argv[0].rpartition(b"/")[2] == b"bwrap" or b"termrl.sandboxes.staged" in line:
                     found.append(int(entry.name))
     return found
 
@@ -166,4 +166,4 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    return str(Path("/proc/self/ns/pid").readlink())

@@ -7,7 +7,7 @@ Packets are fields joined by NUL. In: ``spawn id argv…`` with one descriptor (
 ``kill id``. Out: ``exited id status message``.
 """
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import _socket
 import os
 import select
@@ -88,7 +88,9 @@ def main() -> None:
                 os.close(received)
 
 
-def _spawn(control: _socket.socket, running: dict[int, tuple[bytes, int]], fields: list[bytes], fds: list[int], null: int) -> None:
+def _spawn(
+    control: _socket.socket, running: dict[int, tuple[bytes, int]], fields: list[bytes], fds: list[int], null: int
+) -> None:
     ident, *argv = fields
     messages, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     actions = [

@@ -5,7 +5,10 @@ scheduling) but is inherited by fork, exec, ``setsid``, ``env -i`` and daemons a
 can only escape the timeout of its command, never :func:`kill_everything`.
 """
 
-import _signal
+# ruff: noqa: PTH208, SIM105
+# Paths are bytes here, and pathlib or contextlib would double the time that a sandbox takes to start.
+
+import _signal  # pyright: ignore[reportMissingImports]
 import os
 import resource
 

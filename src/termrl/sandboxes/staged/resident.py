@@ -8,7 +8,10 @@ Packets are fields joined by NUL. In: ``verb id fields…``. Out: ``ok id``, ``e
 (parts of a result, in order) and ``done id exit_code timed_out total head_bytes duration background oom``.
 """
 
-import _signal
+# ruff: noqa: SIM105
+# Paths are bytes here, and pathlib or contextlib would double the time that a sandbox takes to start.
+
+import _signal  # pyright: ignore[reportMissingImports]
 import _socket
 import errno
 import os
@@ -362,7 +365,8 @@ class Resident:
         """Kill the command that holds most processes, or most memory (then it counts as out of memory)."""
 
         def weight(pids: list[int]) -> int:
-            return sum((processes.stat_of(pid) or ("", 0, 0))[2 if by_memory else 1] for pid in pids)
+            found = [status for pid in pids if (status := processes.stat_of(pid)) is not None]
+            return sum(memory if by_memory else threads for _, threads, memory in found)
 
         if not by_tag:
             return
