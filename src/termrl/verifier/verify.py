@@ -19,7 +19,7 @@ from termrl.tasks.env import resolve_env
 from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
-from termrl.verifier.reward import MAX_REWARD_BYTES, RewardFormatError, parse_reward_json, parse_reward_txt
+from termrl.verifier.reward import MAX_REWARD_BYTES, parse_reward_json, parse_reward_txt
 from termrl.verifier.verdict import Cause, Verdict
 
 LOGS = "/logs/verifier"
@@ -110,7 +110,7 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
 
 
 async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: float, evidence: _Evidence) -> Verdict:
-    keep_services = bool(task.metadata.get(KEEP_SERVICES, False))
+    keep_services = task.metadata.get(KEEP_SERVICES) is True
     try:
         if not keep_services:
             await sandbox.kill_all()
@@ -148,16 +148,20 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
 
 
 async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidence: _Evidence) -> Verdict:
+    rewards: list[float] = []
     for path, parse in REWARD_FILES.items():
         try:
-            reward = parse(await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES))
+            rewards.append(parse(await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES)))
         except FileNotFoundError:
             continue
-        except RewardFormatError as error:
-            return _missing(Cause.BAD_REWARD, str(error), evidence)
         except (CommandError, ValueError, OSError) as error:
-            return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
-        return Verdict.scored(reward, **evidence.fields())
+            if not rewards:
+                return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
+    if rewards:
+        if len(set(rewards)) > 1:
+            # Programs of the policy that the tests run can write there as well.
+            evidence.signals["rewards_disagree"] = rewards
+        return Verdict.scored(rewards[0], **evidence.fields())
     line = bootstrap_failure(result.output)
     if line is not None and (task.tests_use_network or downloads_in(task.tests)):
         return _missing(Cause.BOOTSTRAP_FAILED, line, evidence)
