@@ -31,7 +31,6 @@ class TrainDisplay:
     def __init__(self, console: Console, *, program: str = "termrl") -> None:
         self._console = console
         self._program = program
-        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
         self._steps = 0
         self._first = 1
         self._step = 0
@@ -39,6 +38,7 @@ class TrainDisplay:
         self._done = self._total = self._passed = self._graded = self._tokens = 0
         self._since = self._training_since = time.monotonic()
         self._header_shown = False
+        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> TrainDisplay:
         if self._console.is_terminal:
