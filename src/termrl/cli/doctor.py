@@ -21,6 +21,12 @@ app = App(name="doctor", help="Check this machine and say how to fix what is mis
 _MEMORY_MB = 4096
 _DISK_MB = 2560
 _OPEN_FILES = 4096
+# Setting, the value that refuses user namespaces, the value that allows them.
+_SYSCTLS = (
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("user.max_user_namespaces", "0", "15000"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,21 +98,12 @@ def namespaces_fix(read: Callable[[str], str | None]) -> str:
     Args:
         read: the stripped text of a file, ``None`` where there is none.
     """
-    if read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return (
-            "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0\n"
-            "and to keep it: echo kernel.apparmor_restrict_unprivileged_userns=0 | sudo tee /etc/sysctl.d/60-termrl.conf"
-        )
-    if read("/proc/sys/kernel/unprivileged_userns_clone") == "0":
-        return (
-            "sudo sysctl -w kernel.unprivileged_userns_clone=1\n"
-            "and to keep it: echo kernel.unprivileged_userns_clone=1 | sudo tee /etc/sysctl.d/60-termrl.conf"
-        )
-    if read("/proc/sys/user/max_user_namespaces") == "0":
-        return (
-            "sudo sysctl -w user.max_user_namespaces=15000\n"
-            "and to keep it: echo user.max_user_namespaces=15000 | sudo tee /etc/sysctl.d/60-termrl.conf"
-        )
+    for key, bad, good in _SYSCTLS:
+        if read("/proc/sys/" + key.replace(".", "/")) == bad:
+            return (
+                f"sudo sysctl -w {key}={good}\n"
+                f"and to keep it: echo {key}={good} | sudo tee /etc/sysctl.d/60-termrl.conf"
+            )
     if read("/.dockerenv") is not None or read("/run/.containerenv") is not None:
         return (
             "start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
@@ -189,10 +186,8 @@ def _cgroups() -> Check:
 
 
 def _memory() -> Check:
-    available = next(
-        (int(line.split()[1]) >> 10 for line in (_read("/proc/meminfo") or "").splitlines() if "MemAvailable" in line),
-        0,
-    )
+    lines = (_read("/proc/meminfo") or "").splitlines()
+    available = next((int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable")), 0)
     detail = f"{available} MiB available of {host.memory_mb()}"
     return Check("memory", available >= _MEMORY_MB, detail, f"{_MEMORY_MB} MiB are needed to train", must=False)
 
