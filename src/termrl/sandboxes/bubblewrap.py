@@ -17,8 +17,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from termrl.errors import SandboxError, SandboxStartError, TaskError
-from termrl.sandboxes import archive, layout
+from termrl.errors import CommandError, SandboxError, SandboxStartError, TaskError
+from termrl.sandboxes import layout
 from termrl.sandboxes.base import SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
@@ -112,7 +112,7 @@ class BubblewrapProvider(SandboxProvider):
             await self._furnish(sandbox, storage_mb)
         except BaseException as error:
             await sandbox.stop()
-            if isinstance(error, (SandboxError, TimeoutError, OSError, archive.ArchiveError)):
+            if isinstance(error, (SandboxError, CommandError, TimeoutError, OSError)):
                 raise _start_error(spec, error) from error
             raise
         return sandbox
@@ -180,6 +180,9 @@ class BubblewrapProvider(SandboxProvider):
 
     def _open_launcher(self) -> Channel:
         loop = asyncio.get_running_loop()
+        if self._launcher is not None and self._launcher.poll() is not None and self._channel is not None:
+            self._channel.close()
+            self._launcher_gone()
         if self._channel is not None and not self._channel.closed:
             if self._channel.loop is loop:
                 return self._channel

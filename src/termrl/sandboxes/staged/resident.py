@@ -107,8 +107,10 @@ class Resident:
         except files.Refused as refusal:
             self._send(b"err", ident, *refusal.args)
         except FileNotFoundError as error:
-            self._send(b"err", ident, b"missing", os.fsencode(str(error)))
-        except (OSError, archive.ArchiveError) as error:
+            self._send(b"err", ident, b"missing", _reason(error))
+        except OSError as error:
+            self._send(b"err", ident, b"os", _reason(error))
+        except archive.ArchiveError as error:
             self._send(b"err", ident, b"os", os.fsencode(str(error)))
         finally:
             for fd in fds:
@@ -136,7 +138,7 @@ class Resident:
         try:
             folder = os.open(cwd, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise files.Refused(b"command", b"working directory " + cwd + b": " + _reason(error)) from None
+            raise files.Refused(b"command", b"working directory " + _reason(error)) from None
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.set_blocking(write, True)
@@ -397,7 +399,9 @@ class Resident:
 
 
 def _reason(error: OSError) -> bytes:
-    return os.fsencode(error.strerror or str(error))
+    name = error.filename
+    where = b"" if name is None or isinstance(name, int) else os.fsencode(name) + b": "
+    return where + os.fsencode(error.strerror or str(error))
 
 
 def _not_dumpable() -> None:
