@@ -329,6 +329,32 @@ async def test_a_cancelled_episode_closes_its_environment_and_passes_the_cancell
     assert (environment.closed, environment.evaluations) == (1, 0)
 
 
+async def test_a_second_cancellation_does_not_cut_the_closing_short() -> None:
+    closing, may_close = asyncio.Event(), asyncio.Event()
+
+    class SlowToClose(FakeEnvironment):
+        async def close(self) -> None:
+            closing.set()
+            await may_close.wait()
+            await super().close()
+
+    environment = SlowToClose()
+
+    async def hang() -> None:
+        await asyncio.sleep(60)
+
+    running = asyncio.create_task(attempt(ScriptedPolicy(hang), environment))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    await closing.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    may_close.set()
+    await asyncio.sleep(0.01)
+    assert environment.closed == 1
+
+
 async def test_a_finished_episode_leaves_closing_to_its_caller() -> None:
     environment = FakeEnvironment()
     await attempt(ScriptedPolicy("TASK_COMPLETE"), environment)

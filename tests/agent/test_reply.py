@@ -7,8 +7,17 @@ import subprocess
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
-from termrl.agent.reply import FenceScanner, FormatError, ParsedReply, final_content, has_closed_command, parse_reply
+from termrl.agent.reply import (
+    FenceScanner,
+    FormatError,
+    ParsedReply,
+    _Scanner,
+    final_content,
+    has_closed_command,
+    parse_reply,
+)
 
 
 def bash(script: str, fence: str = "```", info: str = "bash") -> str:
@@ -294,3 +303,26 @@ def test_a_megabyte_in_small_pieces_is_scanned_in_linear_time() -> None:
 
 def test_final_content_keeps_text_without_reasoning() -> None:
     assert final_content("a <think> b </think> c") == "a <think> b </think> c"
+
+
+# No line begins with a tab: CommonMark expands it where a fence was indented, a shell script needs it as it is.
+FENCE_LINES = st.builds(
+    lambda indent, run, info: indent + run + info,
+    st.sampled_from(["", " ", "   ", "    "]),
+    st.sampled_from(["``", "```", "````", "~~", "~~~", "~~~~~", "``~", ""]),
+    st.sampled_from(["", " ", "\t", "bash", " sh x", "bash `x`", "text", "~", "words here"]),
+).filter(lambda line: not line.lstrip(" ").startswith("\t"))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(FENCE_LINES, max_size=10))
+def test_blocks_are_those_of_a_commonmark_parser(lines: list[str]) -> None:
+    tokens = MarkdownIt("commonmark").parse("".join(f"{line}\n" for line in lines))
+    expected = [(token.info.split() or [""])[0].lower() for token in tokens if token.type == "fence"]
+    contents = [token.content for token in tokens if token.type == "fence"]
+    scanner = _Scanner(lenient=False)
+    for line in lines:
+        scanner.line(line)
+    blocks = [*scanner.blocks, *([scanner.open] if scanner.open is not None else [])]
+    assert [block.language for block in blocks] == expected
+    assert ["".join(f"{line}\n" for line in block.lines) for block in blocks] == contents

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from pydantic import ValidationError
 
 from termrl.environment.protocol import Observation
-from termrl.verifier.verdict import HARNESS, Cause, Outcome, Verdict
+from termrl.verifier.verdict import HARNESS, Cause, Verdict
 
 
 def verdict_of(observation: Observation) -> Verdict:
@@ -28,8 +26,7 @@ def verdict_of(observation: Observation) -> Verdict:
     if observation.info.get("harness") != HARNESS:
         harness = observation.info.get("harness")
         return Verdict.missing(Cause.VERIFIER_CRASH, f"scored by {harness!r}, not by {HARNESS}")
-    if not math.isfinite(reward) or not 0.0 <= reward <= 1.0:
+    try:
+        return Verdict.scored(reward, output_tail=observation.output)
+    except ValueError:
         return Verdict.missing(Cause.BAD_REWARD, f"reward {reward} is outside [0, 1]")
-    if reward == 1.0:
-        return Verdict(outcome=Outcome.PASSED, raw_reward=1.0, output_tail=observation.output)
-    return Verdict.zero(Cause.TESTS_FAILED, raw_reward=reward, output_tail=observation.output)
