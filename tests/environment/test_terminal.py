@@ -307,8 +307,9 @@ async def test_wait_returns_at_its_deadline_and_kill_ends_the_whole_group(enviro
 
 async def test_a_session_does_not_outlive_evaluate_and_its_output_is_bounded(environment: TerminalEnvironment) -> None:
     await environment.reset("tiny")
-    await do(environment, f"while :; do echo {SECRET} > /app/answer.txt; seq 1 90000; sleep 983; done", block=False)
-    observation = await environment.step(Action(action_type="wait", session_id="main", wait_seconds=0.5))
+    flood = f"while :; do echo {SECRET} > /app/answer.txt; sleep 0.3; seq 1 90000; done"
+    assert (await do(environment, flood, block=False)).info["running"]
+    observation = await environment.step(Action(action_type="wait", session_id="main", wait_seconds=1.0))
     assert len(observation.output) < 80_000 and observation.info["truncated_bytes"] > 300_000
     assert (await do(environment, "rm -f answer.txt")).success
     assert (await environment.step(EVALUATE)).reward == 0.0

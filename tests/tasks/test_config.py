@@ -213,6 +213,10 @@ def test_what_cannot_be_run_yet_is_parsed_and_named(toml: str, key: str) -> None
 def test_a_phase_network_equal_to_the_environments_is_supported() -> None:
     config, _ = parse_config('[environment]\nallow_internet = false\n[agent]\nnetwork_mode = "no-network"', "t")
     assert unsupported(config) == []
+    config, _ = parse_config('[environment]\nallowed_hosts = ["a"]\n[agent]\nallowed_hosts = ["a"]', "t")
+    assert unsupported(config) == []
+    config, _ = parse_config('[environment]\nallowed_hosts = ["a"]\n[agent]\nallowed_hosts = ["a", "b"]', "t")
+    assert [line.split(": ")[0] for line in unsupported(config)] == ["agent.network_mode"]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ def test_a_folder_without_task_toml_is_named(tmp_path: Path) -> None:
         load_task(tmp_path / "nowhere")
 
 
+def test_a_path_that_the_system_refuses_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="cannot be read: File name too long"):
+        load_task(tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("text", ["", " \n\n", "<!-- canary GUID 1 -->\n\n"])
 def test_an_empty_instruction_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(TaskError, match=r"instruction\.md: empty"):

@@ -36,6 +36,11 @@ def test_missing_empty_and_plain_file_are_errors(tmp_path: Path) -> None:
         TaskSet.load(tmp_path / "file")
 
 
+def test_a_path_that_the_system_refuses_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="cannot be read: File name too long"):
+        TaskSet.load(tmp_path / ("x" * 300))
+
+
 def _mixed(folder: Path) -> Path:
     write_task(folder / "good")
     write_task(folder / "bad-toml", toml="x = = 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -205,13 +206,41 @@ async def test_the_tail_of_a_flood_of_test_output_is_kept(provider: SandboxProvi
     assert verdict.output_tail.endswith("the end\n") and len(verdict.output_tail) <= 8192
 
 
-async def test_tests_that_leave_a_process_behind_still_give_their_verdict(
+async def test_tests_that_leave_a_process_behind_give_their_verdict_and_the_process_goes(
     provider: SandboxProvider, tmp_path: Path
 ) -> None:
-    test = "sleep 986 & echo 1 > /logs/verifier/reward.txt"
-    started = time.monotonic()
-    assert (await verdict_of(provider, tmp_path, test)).reward == 1.0
-    assert time.monotonic() - started < 5
+    task = tiny_task(tmp_path, test="sleep 986 & echo 1 > /logs/verifier/reward.txt")
+    async with sandbox_of(provider, task) as sandbox:
+        started = time.monotonic()
+        assert (await verify(sandbox, task)).reward == 1.0
+        assert time.monotonic() - started < 5
+        assert "986" not in await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
+
+
+async def test_a_reward_that_is_fetched_after_the_budget_is_no_verdict(
+    provider: SandboxProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tiny_task(tmp_path, test="echo 1 > /logs/verifier/reward.txt")
+    async with sandbox_of(provider, task) as sandbox:
+        fetch = sandbox.get_bytes
+
+        async def slow_fetch(source: str, *, max_bytes: int) -> bytes:
+            data = await fetch(source, max_bytes=max_bytes)
+            await asyncio.sleep(1.1)
+            return data
+
+        monkeypatch.setattr(sandbox, "get_bytes", slow_fetch)
+        assert (await verify(sandbox, task, timeout_s=1.0)).cause is Cause.VERIFIER_TIMEOUT
+        assert (await verify(sandbox, task, timeout_s=5.0)).reward == 1.0
+
+
+async def test_two_reward_files_that_disagree_are_a_signal(provider: SandboxProvider, tmp_path: Path) -> None:
+    json = """echo '{"reward": 1}' > /logs/verifier/reward.json; """
+    for name, txt, signals in (("same", "1", {}), ("other", "0", {"rewards_disagree": [1.0, 0.0]})):
+        task = tiny_task(tmp_path, id=name, test=f"{json} echo {txt} > /logs/verifier/reward.txt")
+        async with sandbox_of(provider, task) as sandbox:
+            verdict = await verify(sandbox, task)
+            assert (verdict.raw_reward, verdict.signals) == (1.0, signals)
 
 
 async def test_a_download_that_failed_is_infrastructure(provider: SandboxProvider, tmp_path: Path) -> None:

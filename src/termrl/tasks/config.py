@@ -201,7 +201,18 @@ class EnvironmentConfig(_Networked):
         return "no-network" if self.allow_internet is False else "public"
 
 
-class AgentConfig(_Networked):
+class _Phase(_Networked):
+    """A phase of a trial, whose network is the environment's unless it says otherwise."""
+
+    def differs_from(self, environment: EnvironmentConfig) -> bool:
+        """Whether this phase wants to reach something else than the environment gives."""
+        mode = self.own_network_mode
+        if mode is None or mode != environment.effective_network_mode:
+            return mode is not None
+        return mode == "allowlist" and set(self.allowed_hosts or ()) != set(environment.allowed_hosts or ())
+
+
+class AgentConfig(_Phase):
     """``[agent]``; ``timeout_sec = None`` is no limit."""
 
     timeout_sec: Seconds | None = None
@@ -217,7 +228,7 @@ class CollectConfig(_Section):
     user: str | int | None = None
 
 
-class VerifierConfig(_Networked):
+class VerifierConfig(_Phase):
     """``[verifier]``: how the tests are run."""
 
     timeout_sec: Seconds = 600.0
@@ -327,7 +338,6 @@ def parse_config(text: str, where: str) -> tuple[TaskConfig, list[str]]:
 def unsupported(config: TaskConfig) -> list[str]:
     """What this task asks for that termrl cannot do yet, each as ``key: what``; empty if it can be run."""
     environment, verifier = config.environment, config.verifier
-    baseline = environment.effective_network_mode
     found = {
         "steps": ("multi-step tasks", config.steps is not None),
         "environment.os": (environment.os, environment.os != "linux"),
@@ -342,8 +352,8 @@ def unsupported(config: TaskConfig) -> list[str]:
         "verifier.collect": ("collect hooks", bool(verifier.collect)),
         "agent.user": ("a user other than root", not _is_root(config.agent.user)),
         "verifier.user": ("a user other than root", not _is_root(verifier.user)),
-        "agent.network_mode": ("a network of its own", config.agent.own_network_mode not in (None, baseline)),
-        "verifier.network_mode": ("a network of its own", verifier.own_network_mode not in (None, baseline)),
+        "agent.network_mode": ("a network of its own", config.agent.differs_from(environment)),
+        "verifier.network_mode": ("a network of its own", verifier.differs_from(environment)),
     }
     return [f"{key}: {what}: not supported yet" for key, (what, present) in found.items() if present]
 

@@ -28,14 +28,20 @@ def load_task(path: Path) -> Task:
         TaskError: the folder is no task, is broken, or asks for something that is not supported yet. Every bad
             field of its task.toml, or every unsupported feature, is named at once.
     """
-    given, path = path, path.resolve()
-    if not path.is_dir():
-        raise TaskError(f"{given}: no such folder")
+    try:
+        if not path.is_dir():
+            raise TaskError(f"{path}: no such folder")
+        return _load(path.resolve())
+    except OSError as error:
+        raise TaskError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
+
+
+def _load(path: Path) -> Task:
     toml = path / "task.toml"
     if not toml.is_file():
         raise TaskError(f"{path}: no task.toml", hint="a task is a folder with task.toml, instruction.md and tests/")
-    config, warnings = parse_config(read_text(toml), str(toml))
     check_tree(path)
+    config, warnings = parse_config(read_text(toml), str(toml))
     refused = [f"{toml}: {feature}" for feature in unsupported(config)] + _unsupported_files(path)
     if refused:
         raise TaskError("\n".join(refused))

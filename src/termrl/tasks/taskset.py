@@ -38,15 +38,7 @@ class TaskSet(Mapping[str, Task]):
         Raises:
             TaskError: no such folder, no tasks in it, or broken ones, named one by one.
         """
-        if not path.exists():
-            raise TaskError(f"{path}: no such folder", hint="termrl tasks generate writes the bundled suite")
-        if not path.is_dir():
-            raise TaskError(f"{path}: a file, not a folder of tasks")
-        single = (path / "task.toml").exists()
-        folders = [path] if single else [p for p in sorted(path.iterdir()) if p.is_dir() and p.name[0] not in "._"]
-        if not folders:
-            raise TaskError(f"{path}: holds no task folders", hint="termrl tasks generate writes the bundled suite")
-
+        folders = _task_folders(path)
         by_id: dict[str, list[tuple[Path, Task]]] = defaultdict(list)
         broken: dict[str, str] = {}
         for folder in folders:
@@ -54,8 +46,6 @@ class TaskSet(Mapping[str, Task]):
                 task = load_task(folder)
             except TaskError as error:
                 broken[folder.name] = error.message
-            except OSError as error:
-                broken[folder.name] = f"{folder}: cannot be read: {error.strerror or error}"
             else:
                 by_id[task.id].append((folder, task))
         for name, same in by_id.items():
@@ -104,3 +94,20 @@ class TaskSet(Mapping[str, Task]):
         if unknown:
             raise TaskError(f"{self.path}: no task named {', '.join(unknown)}", hint=f"termrl tasks list {self.path}")
         return TaskSet((self._tasks[task_id] for task_id in wanted), path=self.path, broken=self.broken)
+
+
+def _task_folders(path: Path) -> list[Path]:
+    hint = "termrl tasks generate writes the bundled suite"
+    try:
+        if not path.exists():
+            raise TaskError(f"{path}: no such folder", hint=hint)
+        if not path.is_dir():
+            raise TaskError(f"{path}: a file, not a folder of tasks")
+        if (path / "task.toml").exists():
+            return [path]
+        below = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.name.startswith((".", "__pycache__"))]
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not below:
+        raise TaskError(f"{path}: holds no task folders", hint=hint)
+    return below

@@ -19,7 +19,7 @@ from termrl.tasks.env import resolve_env
 from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
-from termrl.verifier.reward import MAX_REWARD_BYTES, RewardFormatError, parse_reward_json, parse_reward_txt
+from termrl.verifier.reward import MAX_REWARD_BYTES, parse_reward_json, parse_reward_txt
 from termrl.verifier.verdict import Cause, Verdict
 
 LOGS = "/logs/verifier"
@@ -34,9 +34,10 @@ _TAIL_BYTES = 8 * 1024
 _HANG_GRACE_S = 5.0
 _CLEANUP_S = 5.0
 
-# $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved.
+# $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved. Where the policy has
+# spoilt /tmp, the home goes into the folder that was just made for the verifier.
 _DRIVER = f"""\
-mkdir -m 700 -- "$HOME" || exit
+mkdir -m 700 -- "$HOME" 2>/dev/null || {{ HOME={LOGS}/.home && mkdir -m 700 -- "$HOME"; }} || exit
 "$BASH" {TEST_SCRIPT} >{TEST_OUTPUT} 2>&1 </dev/null
 code=$?
 tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}
@@ -80,7 +81,7 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
 
     test.sh runs from the task's workdir with bash, by its absolute path, its output in
     ``/logs/verifier/test-stdout.txt``. Its exit code decides nothing. ``reward.json`` counts before
-    ``reward.txt``. The tests are gone again when this returns.
+    ``reward.txt``. When this returns, the tests and ``/logs/verifier`` are gone again.
 
     Args:
         timeout_s: budget in seconds for upload, tests and download together; the task's own when ``None``.
@@ -147,16 +148,20 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
 
 
 async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidence: _Evidence) -> Verdict:
+    rewards: list[float] = []
     for path, parse in REWARD_FILES.items():
         try:
-            reward = parse(await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES))
+            rewards.append(parse(await sandbox.get_bytes(path, max_bytes=MAX_REWARD_BYTES)))
         except FileNotFoundError:
             continue
-        except RewardFormatError as error:
-            return _missing(Cause.BAD_REWARD, str(error), evidence)
         except (CommandError, ValueError, OSError) as error:
-            return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
-        return Verdict.scored(reward, **evidence.fields())
+            if not rewards:
+                return _missing(Cause.BAD_REWARD, f"{path} is refused: {error}", evidence)
+    if rewards:
+        if len(set(rewards)) > 1:
+            # Programs of the policy that the tests run can write there as well.
+            evidence.signals["rewards_disagree"] = rewards
+        return Verdict.scored(rewards[0], **evidence.fields())
     line = bootstrap_failure(result.output)
     if line is not None and (task.tests_use_network or downloads_in(task.tests)):
         return _missing(Cause.BOOTSTRAP_FAILED, line, evidence)
@@ -243,6 +248,8 @@ async def _partial_output(sandbox: Sandbox) -> str:
 
 
 async def _take_tests_away(sandbox: Sandbox) -> None:
+    """The tests go, and with them what they wrote: their output may spell out what they expect."""
     with contextlib.suppress(SandboxError, CommandError, OSError):
-        async with asyncio.timeout(_CLEANUP_S):
+        async with asyncio.timeout(2 * _CLEANUP_S):
             await sandbox.close_verify_window()
+            await sandbox.exec(f"rm -rf -- {LOGS}", timeout_s=_CLEANUP_S, cwd="/", clean_env=True)

@@ -92,6 +92,7 @@ def read(source: bytes, limit: int) -> bytes:
 
 def fresh_verify_folder() -> None:
     """An empty ``/logs/verifier``, whatever was there."""
+    os.chmod(b"/logs", 0o755)
     archive.remove(b"/logs/verifier")
     os.makedirs(b"/logs/verifier", 0o755)
 
