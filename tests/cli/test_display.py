@@ -102,7 +102,7 @@ def test_the_curve_rises_with_the_reward_and_names_first_and_last_step() -> None
 
 @pytest.mark.parametrize(("steps", "width"), [(1, 40), (15, 60), (60, 80), (1000, 50)])
 def test_the_curve_fits_its_width(steps: int, width: int) -> None:
-    lines = reward_curve({step: 0.5 for step in range(1, steps + 1)}, width=width).splitlines()
+    lines = reward_curve(dict.fromkeys(range(1, steps + 1), 0.5), width=width).splitlines()
     assert len(lines) == 12
     assert all(len(line) <= width for line in lines)
     assert max(len(line) for line in lines[6:-1]) > min(steps, 10)
