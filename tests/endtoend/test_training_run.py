@@ -151,7 +151,9 @@ def test_every_episode_is_recorded_whole(finished: Path) -> None:
 
 
 def test_it_learns(world: Path) -> None:
-    summary = run_here(world, world / "learns", steps=12, rollout__samples=12)
+    write_tasks(world / "one", ("apple",))
+    overrides = {"tasks.dir": world / "one", "rollout.groups": 1, "rollout.samples": 16, "training.lr": 0.01}
+    summary = run_here(world, world / "learns", **overrides, steps=12)
     rewards = summary["rewards"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 

@@ -100,6 +100,9 @@ class FakeSessions:
         finally:
             self.world.sessions -= 1
 
+    async def settle(self) -> None:
+        assert self.world.sessions == 0
+
 
 class FakeEnvironments:
     def __init__(self, world: World) -> None:

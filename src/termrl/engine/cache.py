@@ -54,9 +54,7 @@ class KVCache:
     def longest_prefix(self, token_ids: Sequence[int]) -> Prefix | None:
         """The longest prefix that ``token_ids`` begins with and goes beyond."""
         fitting = [
-            known
-            for known in self._prefixes
-            if len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known
+            known for known in self._prefixes if len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known
         ]
         return self.prefix(max(fitting, key=len)) if fitting else None
 

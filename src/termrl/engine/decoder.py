@@ -118,7 +118,9 @@ class Decoder:
         plan = self._plan(step)
         x = self.weights.embedding[step.token_ids]
         for i, layer in enumerate(self.weights.layers):
-            attended = self._attention(i, F.rms_norm(x, (self.config.hidden,), layer.norm1, self.config.eps), step, plan, space)
+            attended = self._attention(
+                i, F.rms_norm(x, (self.config.hidden,), layer.norm1, self.config.eps), step, plan, space
+            )
             x = x + layer.out(attended)
             gate, up = layer.gate_up(F.rms_norm(x, (self.config.hidden,), layer.norm2, self.config.eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)

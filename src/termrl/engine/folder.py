@@ -21,7 +21,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path}: missing", hint="a model folder holds config.json, *.safetensors, a tokenizer") from None
+        raise ModelError(
+            f"{path}: missing", hint="a model folder holds config.json, *.safetensors, a tokenizer"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from None
     if not isinstance(value, dict):

@@ -51,7 +51,7 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
     config = _config(reader, source)
     _write_tokenizer(reader, source, target)
     _write_json(target / "config.json", config)
-    _write_json(target / "generation_config.json", {key: config[f"{key}"] for key in _SPECIAL_IDS})
+    _write_json(target / "generation_config.json", {key: config[key] for key in _SPECIAL_IDS})
     return _write_weights(reader, config, target / "model.safetensors")
 
 

@@ -21,9 +21,7 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(
-    logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
-) -> tuple[list[int], list[float]]:
+def sample(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> tuple[list[int], list[float]]:
     """Draw one token a row.
 
     Args:

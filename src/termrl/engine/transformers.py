@@ -155,7 +155,7 @@ class EmbeddedEngine:
             One result a request, in the order given.
 
         Raises:
-            PolicyError: a prompt is empty or holds an id outside the vocabulary.
+            PolicyError: a request that :meth:`check` refuses; nothing was generated then.
         """
         results: dict[int, GenerateResult] = {}
         rows: list[_Row] = []
@@ -169,10 +169,22 @@ class EmbeddedEngine:
             self._generate_batch(batch, results, cancelled)
         return [results[index] for index in range(len(requests))]
 
-    def _row(self, request: GenerateRequest, index: int) -> _Row:
-        ids, sampling = request.prompt_ids, request.sampling
+    def check(self, request: GenerateRequest) -> None:
+        """Check one request.
+
+        Raises:
+            PolicyError: the prompt is empty or holds an id outside the vocabulary, or a sampling value is out of range.
+        """
+        ids, s = request.prompt_ids, request.sampling
+        who = f"session {request.session_id}"
         if not ids or min(ids) < 0 or max(ids) >= self.config.vocab:
-            raise PolicyError(f"session {request.session_id}: the prompt is empty or holds ids outside the vocabulary")
+            raise PolicyError(f"{who}: the prompt is empty or holds ids outside the vocabulary")
+        if not (0 <= s.temperature < float("inf") and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
+            raise PolicyError(f"{who}: temperature, top_p, top_k or max_tokens out of range: {s}")
+
+    def _row(self, request: GenerateRequest, index: int) -> _Row:
+        self.check(request)
+        ids, sampling = request.prompt_ids, request.sampling
         room = max(0, self.context_window - len(ids))
         row = _Row(
             request=request,
@@ -421,9 +433,7 @@ def _prefixes(rows: list[_Row]) -> list[tuple[Prefix, Tensor | None]]:
         if row.prefix is not None:
             known[id(row.prefix)] = row.prefix
             members.setdefault(id(row.prefix), []).append(i)
-    return [
-        (known[key], None if len(which) == len(rows) else torch.tensor(which)) for key, which in members.items()
-    ]
+    return [(known[key], None if len(which) == len(rows) else torch.tensor(which)) for key, which in members.items()]
 
 
 def _default_kv_tokens(config: DecoderConfig) -> int:

@@ -50,6 +50,10 @@ class PolicySessions(Protocol):
         """An async context manager that gives a :class:`PolicySession` and closes it on every path."""
         ...
 
+    async def settle(self) -> None:
+        """Return when the engine has nothing left to do for closed sessions."""
+        ...
+
 
 class Gate(Protocol):
     """The engine's lock-step gate: a batch starts when every episode that entered waits for a turn."""
@@ -117,7 +121,9 @@ class Scheduler:
         episodes: list[Episode] = []
         if self._gate is None:
             slots = asyncio.Semaphore(self._concurrency)
-            return await self._wave(attempts, slots, limits, temperature, on_end)
+            episodes = await self._wave(attempts, slots, limits, temperature, on_end)
+            await self._sessions.settle()
+            return episodes
         for start in range(0, len(attempts), self._concurrency):
             wave = attempts[start : start + self._concurrency]
             # all enter before any starts: the first batch must wait for the slowest sandbox of the wave
@@ -128,6 +134,7 @@ class Scheduler:
             finally:
                 for attempt in wave:
                     self._gate.leave(attempt.order)
+        await self._sessions.settle()
         return episodes
 
     async def _wave(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -46,3 +47,8 @@ class ServerSessions:
         finally:
             with contextlib.suppress(TermrlError):  # gone already when the server is shutting down
                 self._server.delete_session(session_id)
+
+    async def settle(self) -> None:
+        """Return when the engine has released every deleted session, so that its weights can be renewed."""
+        await asyncio.sleep(0)  # deleted sessions hand their release to the engine in the loop's next round
+        await self._server.upstream.release("")

@@ -138,7 +138,7 @@ async def open_parts(
     async with AsyncExitStack() as stack:
         provider = await stack.enter_async_context(open_provider(config.sandbox.backend, **config.sandbox.settings))
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
-        stack.push_async_callback(upstream.close)
+        stack.push_async_callback(upstream.aclose)
         server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(

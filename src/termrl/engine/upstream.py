@@ -1,0 +1,192 @@
+"""The embedded engine behind :class:`termrl.capture.upstreams.Upstream`: one thread, one batch at a time.
+
+In lock-step, the order keys of the live episodes are entered at the gate; a batch starts when every one of them has a
+call waiting, so the rows of a batch, and with them every float, depend on the episodes alone and not on timing. Calls
+that come while nobody is entered are gathered for a moment and batched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from termrl.capture.upstreams import GenerateRequest, GenerateResult
+from termrl.errors import PolicyError, TermrlError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from termrl.engine.transformers import EmbeddedEngine
+
+Schedule = Literal["lockstep", "continuous"]
+T = TypeVar("T")
+
+
+class _Call:
+    """One waiting or running :meth:`EmbeddedUpstream.generate`."""
+
+    def __init__(self, request: GenerateRequest, future: asyncio.Future[GenerateResult]) -> None:
+        self.request = request
+        self.future = future
+        self.cancelled = threading.Event()
+
+
+class EmbeddedUpstream:
+    """Serves the engine to one event loop.
+
+    Args:
+        engine: the engine; nothing else may call it while this object is open, save through it.
+        schedule: ``lockstep`` waits for every entered episode; ``continuous`` starts as soon as the engine is free.
+        gather_s: how long a batch waits for company where the gate does not decide.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, schedule: Schedule = "lockstep", *, gather_s: float = 0.005) -> None:
+        self.engine = engine
+        self.schedule = schedule
+        self.model_name = engine.model_name
+        self.context_window = engine.context_window
+        self._gather_s = gather_s
+        self._entered: Counter[int] = Counter()
+        self._waiting: list[_Call] = []
+        self._running: list[_Call] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="termrl-engine")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # -- the gate -----------------------------------------------------------------------------------------------
+
+    def enter(self, order: int) -> None:
+        """An episode starts: from now on no lock-step batch begins without a call of this order.
+
+        Enter all episodes of a phase before the first of them calls; else the first batch depends on timing.
+        """
+        self._entered[order] += 1
+        self._consider()
+
+    def leave(self, order: int) -> None:
+        """An episode ended; the others no longer wait for it. Leaving more often than entering does nothing."""
+        if self._entered[order] <= 1:
+            del self._entered[order]
+        else:
+            self._entered[order] -= 1
+        self._consider()
+
+    def _ready(self) -> bool:
+        if self.schedule != "lockstep" or not self._entered:
+            return False
+        waiting = Counter(call.request.order for call in self._waiting)
+        return all(waiting[order] >= count for order, count in self._entered.items())
+
+    def _gathering(self) -> bool:
+        """Whether a timer, not the gate, starts the next batch."""
+        return self.schedule == "continuous" or not self._entered
+
+    def _consider(self) -> None:
+        """Start a batch, or the timer that will, if the engine is free and calls wait."""
+        if self._running or not self._waiting or self._closed:
+            return
+        if self._ready():
+            self._start()
+        elif self._gathering() and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._gather_s, self._gathered)
+
+    def _gathered(self) -> None:
+        self._timer = None
+        if self._waiting and not self._running and self._gathering():
+            self._start()
+        else:
+            self._consider()
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one turn. Cancelling the call takes its row out of the batch and leaves the others alone.
+
+        Raises:
+            PolicyError: the request is malformed, the engine failed, or it was closed.
+        """
+        if self._closed:
+            raise PolicyError("the embedded engine is closed")
+        self.engine.check(request)  # a bad request fails alone, not with its batch
+        # a copy, so that two calls with one request object stay two rows
+        call = _Call(dataclasses.replace(request), asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._consider()
+        try:
+            return await call.future
+        finally:
+            call.cancelled.set()
+            if call in self._waiting:
+                self._waiting.remove(call)
+
+    async def release(self, session_id: str) -> None:
+        """Forget what is cached for a session. Idempotent."""
+        if not self._closed:
+            await self._call(self.engine.release, session_id)
+
+    async def set_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Renew the engine's weights between batches.
+
+        Raises:
+            ModelError: an unknown name or a wrong shape.
+        """
+        await self._call(self.engine.set_weights, tensors, version)
+
+    async def aclose(self) -> None:
+        """End every call with :class:`PolicyError` and the thread with the running batch. Idempotent."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in [*self._waiting, *self._running]:
+            call.cancelled.set()
+            _fail(call, PolicyError("the embedded engine was closed"))
+        await asyncio.gather(*self._tasks)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run in the engine's thread, after what is queued there."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._running, self._waiting = sorted(self._waiting, key=lambda call: call.request.order), []
+        task = asyncio.get_running_loop().create_task(self._run(self._running))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, calls: list[_Call]) -> None:
+        try:
+            results = await self._call(self._generate, calls)
+            for call, result in zip(calls, results, strict=True):
+                if not call.future.done():
+                    call.future.set_result(result)
+        except Exception as error:  # whatever the engine raised ends every call of the batch, with its reason
+            reason = error.message if isinstance(error, TermrlError) else f"{type(error).__name__}: {error}"
+            for call in [*calls, *self._waiting]:
+                _fail(call, PolicyError(f"the embedded engine failed: {reason}"))
+        finally:
+            self._running = []
+            # the ended calls' episodes get a chance to leave or call again before the gate is looked at
+            asyncio.get_running_loop().call_soon(self._consider)
+
+    def _generate(self, calls: list[_Call]) -> list[GenerateResult]:
+        by_request = {id(call.request): call for call in calls}
+        return self.engine.generate(
+            [call.request for call in calls],
+            cancelled=lambda request: by_request[id(request)].cancelled.is_set(),
+        )
+
+
+def _fail(call: _Call, error: PolicyError) -> None:
+    if not call.future.done():
+        call.future.set_exception(error)
