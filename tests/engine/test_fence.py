@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,7 @@ def test_a_fence_ends_the_row_with_its_own_reason(folders: dict[str, Path], monk
     free, watched = (request(n, (1, 70, 71, 72, 73), max_tokens=40, temperature=1.5, seed=3) for n in "ab")
     whole = EmbeddedEngine(folders["llama"]).generate([free])[0]
     monkeypatch.setattr(FenceWatch, "closed", lambda self, token_ids: len(token_ids) == 9)
-    stop = watched.__class__(
-        watched.session_id,
-        watched.prompt_ids,
-        watched.sampling.__class__(**vars(watched.sampling) | {"stop_at_fence": True}),
-    )
+    stop = replace(watched, sampling=replace(watched.sampling, stop_at_fence=True))
     plain, cut = EmbeddedEngine(folders["llama"]).generate([free, stop])
     assert plain.token_ids == whole.token_ids
     assert (cut.finish_reason, cut.token_ids) == ("fence", whole.token_ids[:9])
