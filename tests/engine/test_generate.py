@@ -224,7 +224,7 @@ def test_two_calls_on_one_session_in_one_batch_are_two_rows(
     engine = EmbeddedEngine(folders["llama"])
     first = [request("s", SHARED)]
     parent = next_turn(first, engine.generate(first))[0]
-    pair = [parent, replace(parent, prompt_ids=parent.prompt_ids + (9,), sampling=replace(parent.sampling, seed=5))]
+    pair = [parent, replace(parent, prompt_ids=(*parent.prompt_ids, 9), sampling=replace(parent.sampling, seed=5))]
     assert_exact(references["llama"], pair, engine.generate(pair))
 
 

@@ -51,16 +51,19 @@ def save_tokenizer(folder: Path, *, template: bool = True) -> PreTrainedTokenize
     return tokenizer
 
 
-def make_model(kind: str, **changes: Any) -> torch.nn.Module:
+def make_model(kind: str, **changes: Any) -> Any:
     """A random model; norms and biases are random too, so that none can be left out unseen."""
     torch.manual_seed(7)
-    shape = SHAPE | {"vocab_size": 512 if kind == "llama" else 300} | changes
+    shape: dict[str, Any] = SHAPE | {
+        "vocab_size": 512 if kind == "llama" else 300,
+        "tie_word_embeddings": kind == "llama",
+    }
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**{"tie_word_embeddings": True} | shape))
+        model = LlamaForCausalLM(LlamaConfig(**(shape | changes)))
     elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": False} | shape))
+        model = Qwen2ForCausalLM(Qwen2Config(**(shape | changes)))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**{"tie_word_embeddings": False, "head_dim": 16} | shape))
+        model = Qwen3ForCausalLM(Qwen3Config(**(shape | {"head_dim": 16} | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
