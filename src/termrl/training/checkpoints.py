@@ -133,7 +133,8 @@ def load(path: Path) -> Checkpoint:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``path`` when the block ends, flushed to disk, and vanishes if it raises.
 
-    An older ``path`` is replaced. What a killed process left half-written beside it is removed by the next call.
+    An older ``path`` is replaced. What a killed process left half-written of it is removed by the next call, so
+    only one process may write ``path`` at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f"{_TEMPORARY}{path.name}-*"):
@@ -189,6 +190,8 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _prune(run: Path, keep_last: int) -> None:
+    for leftover in (run / _FOLDER).glob(f"{_TEMPORARY}step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     kept = {path for _, path in _all(run)[-keep_last:]}
     top = best(run)
     for _, path in _all(run):
