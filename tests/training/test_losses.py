@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from termrl.training.losses import k3, policy_loss, token_weights, truncated_importance
 
-BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
+BOUNDS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def tensor(*values: float) -> torch.Tensor:
