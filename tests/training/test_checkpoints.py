@@ -82,10 +82,14 @@ def test_sigkill_at_any_moment_leaves_only_whole_folders(tmp_path: Path) -> None
         "start = len(list(root.glob('step-*')))\n"
         "print('ready', flush=True)\n"
         "for n in itertools.count(start):\n"
-        "    with atomic_folder(root / f'step-{n:06d}') as folder:\n"
-        "        for part in range(5):\n"
-        "            (folder / str(part)).write_text(str(n) * 2000)\n"
+        "    for name in (f'step-{n:06d}', 'always'):\n"
+        "        with atomic_folder(root / name) as folder:\n"
+        "            for part in range(5):\n"
+        "                (folder / str(part)).write_text(str(n) * 2000)\n"
     )
+    with checkpoints.atomic_folder(tmp_path / "always") as folder:
+        for part in range(5):
+            (folder / str(part)).write_text("first")
     rng = random.Random(0)
     for _ in range(6):
         child = subprocess.Popen(
@@ -99,6 +103,8 @@ def test_sigkill_at_any_moment_leaves_only_whole_folders(tmp_path: Path) -> None
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
+        replaced = {path.read_text() for path in (tmp_path / "always").iterdir()}
+        assert len(replaced) == 1
     folders = sorted(tmp_path.glob("step-*"))
     assert len(folders) > 3
     for number, folder in enumerate(folders):
