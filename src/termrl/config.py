@@ -147,6 +147,21 @@ class StopConfig(Section):
     no_verdict_steps: int = Field(default=2, ge=1, description="steps in a row in which no episode got a verdict")
 
 
+class TrackConfig(Section):
+    """Who else is told a run's figures, beside ``metrics.jsonl``. Credentials are never settings."""
+
+    to: Literal["none", "wandb", "tensorboard", "trackio"] = Field(
+        default="none", description="experiment tracker; also --track NAME"
+    )
+    project: str = Field(default="termrl", min_length=1, description="what the tracker files the run under")
+    prometheus_port: int | None = Field(
+        default=None, ge=1, le=65535, description="serve /metrics on this port; also --prometheus-port N; none: do not"
+    )
+    prometheus_host: str = Field(
+        default="127.0.0.1", min_length=1, description="address to serve /metrics on; anyone who reaches it can read"
+    )
+
+
 class TrainConfig(Section):
     """Everything that ``termrl train`` takes."""
 
@@ -166,6 +181,7 @@ class TrainConfig(Section):
     training: TrainingConfig = TrainingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
+    track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ class TrainDisplay:
         """The run folder stands."""
         self._steps, self._first = steps, first_step
         self._print(f"run folder {run}")
+
+    def sandboxes(self, live: Callable[[], int]) -> None:
+        """Not shown."""
 
     def phase(self, name: str, *, step: int, total: int) -> None:
         """A phase begins."""

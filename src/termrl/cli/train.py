@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -19,6 +21,9 @@ from termrl.errors import ConfigError
 from termrl.runs.store import RunStore
 from termrl.settings import Loaded, load_settings, to_toml
 
+if TYPE_CHECKING:
+    from termrl.training.events import Watcher
+
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -27,6 +32,8 @@ def train(
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     config: Annotated[tuple[Path, ...], Parameter(name=["--config", "-c"], negative="")] = (),
     resume: Annotated[Path | None, Parameter(name="--resume")] = None,
+    track: Annotated[str | None, Parameter(name="--track")] = None,
+    prometheus_port: Annotated[str | None, Parameter(name="--prometheus-port")] = None,
     keys: Annotated[bool, Parameter(name="--keys", negative="")] = False,
 ) -> int:
     """Train a model on terminal tasks by GRPO.
@@ -40,6 +47,10 @@ def train(
         TOML file; may be given several times, later ones win.
     resume
         Run folder of a run that stopped: goes on from its newest checkpoint, with the settings saved there.
+    track
+        Experiment tracker that also gets the figures: wandb, tensorboard, trackio or none.
+    prometheus_port
+        Serve the run's figures at http://127.0.0.1:PORT/metrics for Prometheus while it lasts.
     keys
         List every setting with its default, and exit.
     """
@@ -47,26 +58,54 @@ def train(
     if keys:
         show_keys(console)
         return 0
+    tracking_flags = _tracking_flags(track, prometheus_port)
     if resume is not None:
         if settings or config:
-            raise ConfigError("--resume takes the run's own settings: give no others beside it")
+            raise ConfigError(
+                "--resume takes the run's own settings: give no others beside it",
+                hint="only where figures go may differ: --track, --prometheus-port",
+            )
         with RunStore.resume(resume) as store:
-            saved = load_settings(TrainConfig, files=[resume / "config.toml"])
-            from termrl.training.local import prepare
+            saved = load_settings(TrainConfig, files=[resume / "config.toml"], flags=tracking_flags)
+            with _figures(saved.config) as watchers:
+                model, pools = _prepare(saved.config)
+                return _run(console, saved.config, store, watchers, model=model, pools=pools, resume=True)
+    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=(*settings, *tracking_flags))
+    with _figures(loaded.config) as watchers:
+        model, pools = _prepare(loaded.config)
+        run_dir = _run_dir(loaded.config, config)
+        with RunStore.create(run_dir, given=_given(loaded), resolved=_resolved(loaded)) as store:
+            return _run(console, loaded.config, store, watchers, model=model, pools=pools, resume=False)
 
-            model, pools = prepare(saved.config)
-            return _run(console, saved.config, store, model=model, pools=pools, resume=True)
-    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=settings)
+
+def _tracking_flags(track: str | None, prometheus_port: str | None) -> list[str]:
+    """The short flags as settings, so that they are checked and recorded like any other."""
+    given = {"track.to": track, "track.prometheus_port": prometheus_port}
+    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+
+
+@contextmanager
+def _figures(config: TrainConfig) -> Iterator[Sequence[Watcher]]:
+    """Serve the run's figures, and refuse a tracker that cannot work, before anything else is done."""
+    from termrl.runs.prometheus import serving
+    from termrl.runs.trackers import check_tracker
+
+    check_tracker(config.track.to)
+    with serving(config.track) as watchers:
+        yield watchers
+
+
+def _prepare(config: TrainConfig) -> tuple[Path, Any]:
     from termrl.training.local import prepare
 
-    model, pools = prepare(loaded.config)
-    with RunStore.create(_run_dir(loaded.config, config), given=_given(loaded), resolved=_resolved(loaded)) as store:
-        return _run(console, loaded.config, store, model=model, pools=pools, resume=False)
+    return prepare(config)
 
 
-def _run(console: Console, config: TrainConfig, store: RunStore, **parts: Any) -> int:
+def _run(console: Console, config: TrainConfig, store: RunStore, watchers: Sequence[Watcher], **parts: Any) -> int:
     """Run to the end; Ctrl-C and SIGTERM checkpoint, close every sandbox, sweep, and give their own exit codes."""
     from termrl.cli.display import TrainDisplay, program_name
+    from termrl.runs.trackers import tracking
+    from termrl.training.events import Together
     from termrl.training.local import train as run_training
 
     program = program_name(sys.argv[0])
@@ -84,15 +123,21 @@ def _run(console: Console, config: TrainConfig, store: RunStore, **parts: Any) -
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         with TrainDisplay(console, program=program) as display:
-            await run_training(config, store, display, **parts)
+            await run_training(config, store, Together([display, *watchers, *tracked]), **parts)
 
-    try:
-        asyncio.run(work())
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _sweep()
-        print(f"\ninterrupted; go on with: {program} train --resume {store.path}", file=sys.stderr)
-        return TERMINATED if terminated else INTERRUPTED
+    # a tracker closes after the sweep: what it has to send must not keep sandboxes waiting
+    with tracking(config, store.path, resumed=parts["resume"], warn=_warn) as tracked:
+        try:
+            asyncio.run(work())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            _sweep()
+            print(f"\ninterrupted; go on with: {program} train --resume {store.path}", file=sys.stderr)
+            return TERMINATED if terminated else INTERRUPTED
     return 0
+
+
+def _warn(line: str) -> None:
+    print(f"termrl: warning: {line}", file=sys.stderr)
 
 
 def _sweep() -> None:

@@ -19,7 +19,7 @@ from termrl.runs.progress import Progress
 from termrl.runs.store import RunStore, versions
 from termrl.sandboxes import open_provider
 from termrl.training import checkpoints
-from termrl.training.events import Watcher
+from termrl.training.events import Silent, Watcher
 
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
@@ -96,7 +96,7 @@ async def train(
     watcher.started(store.path, steps=config.steps, first_step=progress.step + 1)
     stopped: str | None = None
     try:
-        async with open_parts(config, store.path, model, pools, checkpoint) as parts:
+        async with open_parts(config, store.path, model, pools, checkpoint, watcher) as parts:
             await GRPO(config, parts, store, progress, watcher).run()
     except asyncio.CancelledError:
         stopped = "interrupted"
@@ -119,6 +119,7 @@ async def open_parts(
     model: Path,
     pools: TaskPools,
     checkpoint: checkpoints.Checkpoint | None = None,
+    watcher: Watcher | None = None,
 ) -> AsyncIterator[Parts]:
     """Open everything that the loop drives; all of it is closed on every path, sandboxes last."""
     from termrl.agent.policy import chat_client
@@ -137,6 +138,7 @@ async def open_parts(
     engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
         provider = await stack.enter_async_context(open_provider(config.sandbox.backend, **config.sandbox.settings))
+        (watcher or Silent()).sandboxes(lambda: provider.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(upstream.aclose)
         server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
