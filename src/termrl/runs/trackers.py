@@ -115,13 +115,11 @@ class TensorBoardTracker:
     """Event files in ``tensorboard/`` of the run folder; ``tensorboard --logdir runs`` shows all runs."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from tensorboard.plugins.text.summary import pb  # pyright: ignore[reportMissingImports]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
         self._writer = EventFileWriter(str(run.folder / "tensorboard"))
         if not run.resumed:
-            text = f"```json\n{json.dumps(run.config, indent=2)}\n```"
-            self._add(step=0, summary=pb("config", text.encode()))
+            self._add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```")
 
     def begin(self, first_step: int) -> None:
         """A session start, at which TensorBoard forgets the points from ``first_step`` on."""
@@ -139,6 +137,18 @@ class TensorBoardTracker:
     def close(self, summary: Mapping[str, Any] | None) -> None:
         """Closes the file."""
         self._writer.close()
+
+    def _add_text(self, tag: str, markdown: str) -> None:
+        """A text of the Text tab. Built by hand: the library's own builder imports tensorflow."""
+        from tensorboard.compat.proto.summary_pb2 import (  # pyright: ignore[reportMissingImports]
+            Summary,
+            SummaryMetadata,
+        )
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportMissingImports]
+
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
+        self._add(step=0, summary=Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]))
 
     def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
