@@ -26,3 +26,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def references() -> dict[str, torch.nn.Module]:
     """Transformers' own models with the weights of :func:`folders`."""
     return {kind: make_model(kind) for kind in KINDS}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny matrices gain nothing from a second thread and lose much when the other core is busy."""
+    torch.set_num_threads(1)

@@ -11,14 +11,14 @@ from typing import Any
 class FenceWatch:
     """Tells when a reply's tokens hold a closed command block.
 
-    The text is looked at only after a token that holds a newline or a fence character: no other can close a block.
+    The text is looked at only after a token that holds a newline, which is what completes a closing fence.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         # byte-level vocabularies spell a newline Ċ, byte-fallback ones <0x0A>
-        self._marks = frozenset(
-            i for token, i in tokenizer.get_vocab().items() if any(m in token for m in ("\n", "Ċ", "<0x0A>", "`", "~"))
+        self._newlines = frozenset(
+            i for token, i in tokenizer.get_vocab().items() if any(mark in token for mark in ("\n", "Ċ", "<0x0A>"))
         )
 
     @staticmethod
@@ -31,7 +31,7 @@ class FenceWatch:
 
     def closed(self, token_ids: Sequence[int]) -> bool:
         """Whether the reply, of which the last token is new, holds one closed command block."""
-        if token_ids[-1] not in self._marks:
+        if token_ids[-1] not in self._newlines:
             return False
         from termrl.agent.reply import has_closed_command
 
