@@ -20,7 +20,9 @@ async def test_a_fork_bomb_is_bounded_and_the_next_command_works(sandbox: Sandbo
 
 
 async def test_a_fork_bomb_left_in_the_background_does_not_block_the_next_command(sandbox: Sandbox) -> None:
-    await sandbox.exec("bomb() { bomb | bomb & }; bomb; for i in $(seq 500); do sleep 300 & done 2>/dev/null", timeout_s=5)
+    await sandbox.exec(
+        "bomb() { bomb | bomb & }; bomb; for i in $(seq 500); do sleep 300 & done 2>/dev/null", timeout_s=5
+    )
     assert await works(sandbox)
 
 

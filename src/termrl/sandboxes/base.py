@@ -12,7 +12,7 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
@@ -164,7 +164,7 @@ class SandboxProvider(abc.ABC):
     def live(self) -> int:
         """How many sandboxes are up."""
 
-    async def __aenter__(self) -> SandboxProvider:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:

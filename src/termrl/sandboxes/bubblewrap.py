@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from termrl.errors import CommandError, SandboxError, SandboxStartError, TaskError
+from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
 from termrl.sandboxes import layout
 from termrl.sandboxes.base import SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
@@ -97,25 +97,16 @@ class BubblewrapProvider(SandboxProvider):
             raise TaskError(f"{spec.task_id}: {why}", hint="use another --sandbox for this task")
         if self._closed:
             raise SandboxStartError("the sandbox provider is closed")
-        launcher = self._open_launcher()
-        name = f"s{next(self._names)}"
-        sandbox = ResidentSandbox(self, spec, name, self._make_folder(name))
-        self._sandboxes[name] = sandbox
         try:
-            ours, theirs = pair()
-            with theirs:
-                sandbox.attach(ours)
-                storage_mb = min(spec.storage_mb or DEFAULT_STORAGE_MB, self._storage_mb)
-                argv = layout.bwrap_arguments(self._stage, sandbox.tests, self._empty, storage_mb=storage_mb)
-                launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
-            await asyncio.wait_for(sandbox.started, START_S)
-            await self._furnish(sandbox, storage_mb)
-        except BaseException as error:
-            await sandbox.stop()
-            if isinstance(error, (SandboxError, CommandError, TimeoutError, OSError)):
+            return await self._start(spec)
+        except SandboxLostError as error:
+            # A launcher that something killed is started again, once.
+            if self._channel is not None and not self._channel.closed:
                 raise _start_error(spec, error) from error
-            raise
-        return sandbox
+        try:
+            return await self._start(spec)
+        except SandboxLostError as error:
+            raise _start_error(spec, error) from error
 
     async def close(self) -> None:
         self._closed = True
@@ -137,6 +128,28 @@ class BubblewrapProvider(SandboxProvider):
         self._sandboxes.pop(name, None)
 
     # -- parts of create -----------------------------------------------------------------------------------------
+
+    async def _start(self, spec: SandboxSpec) -> ResidentSandbox:
+        """One try; raises :class:`SandboxLostError` if the sandbox ended before it was ready."""
+        launcher = self._open_launcher()
+        name = f"s{next(self._names)}"
+        sandbox = ResidentSandbox(self, spec, name, self._make_folder(name))
+        self._sandboxes[name] = sandbox
+        try:
+            ours, theirs = pair()
+            with theirs:
+                sandbox.attach(ours)
+                storage_mb = min(spec.storage_mb or DEFAULT_STORAGE_MB, self._storage_mb)
+                argv = layout.bwrap_arguments(self._stage, sandbox.tests, self._empty, storage_mb=storage_mb)
+                launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
+            await asyncio.wait_for(sandbox.started, START_S)
+            await self._furnish(sandbox, storage_mb)
+        except BaseException as error:
+            await sandbox.stop()
+            if isinstance(error, (CommandError, TimeoutError, OSError)):
+                raise _start_error(spec, error) from error
+            raise
+        return sandbox
 
     async def _furnish(self, sandbox: ResidentSandbox, storage_mb: int) -> None:
         spec = sandbox.spec
