@@ -13,7 +13,7 @@ from tests.verifier.tiny import run, sandbox_of, tiny_task
 
 ASK = """\
 echo ping > question.txt
-for _ in $(seq 20); do [ -s reply.txt ] && break; sleep 0.05; done
+for _ in $(seq 12); do [ -s reply.txt ] && break; sleep 0.05; done
 [ "$(cat reply.txt 2>/dev/null)" = "pong" ] && reward=1 || reward=0
 echo "$reward" > /logs/verifier/reward.txt
 """

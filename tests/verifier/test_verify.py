@@ -226,11 +226,11 @@ async def test_a_reward_that_is_fetched_after_the_budget_is_no_verdict(
 
         async def slow_fetch(source: str, *, max_bytes: int) -> bytes:
             data = await fetch(source, max_bytes=max_bytes)
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(0.35)
             return data
 
         monkeypatch.setattr(sandbox, "get_bytes", slow_fetch)
-        assert (await verify(sandbox, task, timeout_s=1.0)).cause is Cause.VERIFIER_TIMEOUT
+        assert (await verify(sandbox, task, timeout_s=0.3)).cause is Cause.VERIFIER_TIMEOUT
         assert (await verify(sandbox, task, timeout_s=5.0)).reward == 1.0
 
 

@@ -33,8 +33,8 @@ class Observation(BaseModel):
 
     After ``reset``: ``command_timeout_s``, ``verifier_timeout_sec``, ``agent_timeout_sec`` (``None``: no limit),
     ``docker_image``, ``workdir``. After ``exec``: ``exit_code``, ``timed_out``, ``truncated_bytes``, ``duration_s``,
-    ``background``. After ``evaluate``: ``verdict`` (a :class:`termrl.verifier.Verdict` as a dict), ``tests_passed``,
-    ``harness``.
+    ``background``, ``oom``; of a background session ``running``, ``exit_code``. After ``evaluate``: ``verdict`` (a
+    :class:`termrl.verifier.Verdict` as a dict), ``tests_passed`` (``None`` without a verdict), ``harness``.
     """
 
     instruction: str = ""

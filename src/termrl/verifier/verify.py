@@ -110,7 +110,7 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
 
 
 async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: float, evidence: _Evidence) -> Verdict:
-    keep_services = bool(task.metadata.get(KEEP_SERVICES, False))
+    keep_services = task.metadata.get(KEEP_SERVICES) is True
     try:
         if not keep_services:
             await sandbox.kill_all()
