@@ -18,7 +18,7 @@ from termrl.training.losses import policy_loss, token_weights
 VOCABULARY = 97
 
 
-def save_tiny_model(path: Path, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_model(path: Path, kind: str) -> Path:
     """A random two-layer model of a kind, as a folder that transformers loads."""
     from transformers import (
         LlamaConfig,
@@ -51,7 +51,7 @@ def save_tiny_model(path: Path, kind: str, *, dtype: torch.dtype = torch.float32
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.3)
-    model.to(dtype).save_pretrained(path)
+    model.save_pretrained(path)
     return path
 
 

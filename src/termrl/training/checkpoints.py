@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -31,6 +32,9 @@ _RECORD = "checkpoint.json"
 _STATE = "trainer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = ".partial-"
+# From <fcntl.h> and <linux/fs.h>.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def load(path: Path) -> Checkpoint:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``path`` when the block ends, flushed to disk, and vanishes if it raises.
 
-    An older ``path`` is replaced. What a killed process left half-written beside it is removed by the next call.
+    An older ``path`` is replaced. What a killed process left half-written of it is removed by the next call, so
+    only one process may write ``path`` at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f"{_TEMPORARY}{path.name}-*"):
@@ -147,16 +152,23 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 _flush(Path(folder, name))
             _flush(Path(folder))
         if path.exists():
-            old = path.parent / f"{_TEMPORARY}{path.name}-{uuid4().hex}"
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old)
+            _exchange(temporary, path)
+            _flush(path.parent)
+            shutil.rmtree(temporary)
         else:
             temporary.rename(path)
-        _flush(path.parent)
+            _flush(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _exchange(left: Path, right: Path) -> None:
+    """Swap two paths in one step: a kill at any moment finds one of the two in each place."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(right))
 
 
 def _flush(path: Path) -> None:
@@ -189,6 +201,8 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _prune(run: Path, keep_last: int) -> None:
+    for leftover in (run / _FOLDER).glob(f"{_TEMPORARY}step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     kept = {path for _, path in _all(run)[-keep_last:]}
     top = best(run)
     for _, path in _all(run):

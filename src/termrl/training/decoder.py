@@ -284,6 +284,8 @@ def _load(model_dir: Path, dtype: torch.dtype) -> Any:
         )
     if getattr(config, "use_sliding_window", False):
         raise ModelError(f"{model_dir}: use_sliding_window = true is not supported")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ModelError(f"{model_dir}: attention_dropout must be 0: it would make the ratio noise")
     if config.hidden_act != "silu":
         raise ModelError(f"{model_dir}: hidden_act = {config.hidden_act!r} is not supported", hint="supported: silu")
     shown = logging.is_progress_bar_enabled()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-HEAD_ROWS = 128
+HEAD_ROWS = 256
 """Rows of logits [rows, vocabulary] that exist at a time."""
 
 

@@ -111,6 +111,7 @@ class Trainer:
         self._base_sha256: str | None = None
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._decoder = PackedDecoder(model_dir, config.lora, seed=seed, dtype=self._dtype)
+        self.vocabulary = self._decoder.vocabulary
         self._parameters = self._decoder.parameters()
         self._optimiser = torch.optim.AdamW(
             self._parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
@@ -127,7 +128,7 @@ class Trainer:
         """
         started = time.perf_counter()
         with _intra_op_threads(self._threads):
-            batch = make_batch(samples, self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+            batch = make_batch(samples, self.config, vocabulary=self.vocabulary, dtype=self._dtype)
             metrics = UpdateMetrics(skipped=batch) if isinstance(batch, str) else self._train(batch)
         return replace(metrics, seconds=time.perf_counter() - started)
 
@@ -143,7 +144,7 @@ class Trainer:
             result.append([])
             for segment in sample.segments:
                 alone = Sample((segment,), 1.0, 0, 0)
-                batch = make_batch([alone], self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+                batch = make_batch([alone], self.config, vocabulary=self.vocabulary, dtype=self._dtype)
                 empty = torch.zeros(0, dtype=self._dtype)
                 result[-1].append(empty if isinstance(batch, str) else self._evaluate(batch, pristine=pristine))
         return result
@@ -286,7 +287,7 @@ class Trainer:
         Empty for a batch without anything to train on.
         """
         with _intra_op_threads(self._threads):
-            batch = make_batch(samples, self.config, vocabulary=self._decoder.vocabulary, dtype=self._dtype)
+            batch = make_batch(samples, self.config, vocabulary=self.vocabulary, dtype=self._dtype)
             if isinstance(batch, str):
                 return {}
             reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None

@@ -1,0 +1,1 @@
+"""Scripts that measure the figures of the README."""
