@@ -114,7 +114,8 @@ class FakeUpstream:
             ids.append(2)
         if len(ids) > request.sampling.max_tokens:
             ids, finish = ids[: request.sampling.max_tokens], "length"
-        logprobs = tuple(-draw.random() * 3 for _ in ids)
+        spread = min(3.0, request.sampling.temperature)
+        logprobs = tuple(-draw.random() * spread for _ in ids)
         return GenerateResult(tuple(ids), logprobs, finish, self.policy_version, service_s=0.25, queue_s=0.5)
 
     async def release(self, session_id: str) -> None:

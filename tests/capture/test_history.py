@@ -80,9 +80,11 @@ async def test_history_that_differs_two_turns_back_is_a_400_where_branches_are_r
         session_id = await client.create()
         messages = await two_turns(client, session_id)
         before = client.server.segments(session_id)
-        status, body = await client.post(session_id, [user("another opening")])
-        assert status == 400
-        assert body["error"]["code"] == "history_rewritten"
+        reworded = [messages[0], {"role": "assistant", "content": "other words"}, user("two")]
+        for history in ([user("another opening")], messages[:1], reworded):
+            status, body = await client.post(session_id, history)
+            assert status == 400
+            assert body["error"]["code"] == "history_rewritten"
         assert len(upstream.calls) == 2
         assert client.server.segments(session_id) == before
         await client.chat(session_id, [*messages, user("three")])
@@ -95,6 +97,8 @@ async def test_where_branches_are_refused_one_turn_may_still_be_taken_back(
     async with running(upstream, renderer, on_divergence="reject") as client:
         session_id = await client.create()
         messages = await two_turns(client, session_id)
+        reworded = [messages[0], messages[1] | {"content": "other words"}, user("two")]
+        assert (await client.post(session_id, reworded))[0] == 400
         await client.chat(session_id, [*messages[:2], user("two, in other words")])
         after = counters(client, session_id)
         assert (after.turns, after.branches, after.rollbacks) == (2, 0, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +170,7 @@ def test_a_model_folder_gives_its_renderer_or_says_what_is_missing(tmp_path: Pat
 def test_a_model_that_needs_the_renderers_package_is_refused_by_name_where_it_is_absent(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "renderers", None)
+    monkeypatch.setitem(sys.modules, "renderers", None)
     with_template(tokenizer, TRIMMING_TEMPLATE).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=str(tmp_path)) as caught:
         renderer_for(tmp_path)
@@ -176,9 +178,13 @@ def test_a_model_that_needs_the_renderers_package_is_refused_by_name_where_it_is
 
 
 def bundled_model() -> Path | None:
-    given = os.environ.get("TERMRL_TEST_TOKENIZER")
-    folders = [Path(given)] if given else sorted((Path.home() / ".cache" / "termrl").glob("**/tokenizer.json"))
-    return next((path if path.is_dir() else path.parent for path in folders), None)
+    """The bundled model's folder, or another folder with its tokenizer; ``None`` where it was never fetched."""
+    if given := os.environ.get("TERMRL_TEST_TOKENIZER"):
+        return Path(given)
+    try:
+        return importlib.import_module("termrl.engine.bundled").cached_model()
+    except ImportError:
+        return None
 
 
 @pytest.mark.skipif(bundled_model() is None, reason="the bundled model is not in the cache")

@@ -52,6 +52,13 @@ async def test_the_preflight_finds_an_engine_that_cannot_be_trained_on(upstream:
     assert upstream.released == ["preflight", "preflight"]
 
 
+async def test_the_preflight_finds_logprobs_that_ignore_the_temperature(upstream: FakeUpstream) -> None:
+    raw = GenerateResult((5, 6, 2), (-0.9, -1.2, -0.4), "stop", 0)
+    upstream.replies = [raw, raw]
+    with pytest.raises(CaptureError, match="temperature"):
+        await preflight(upstream, (3, 4))
+
+
 async def test_a_crash_of_the_engine_is_a_502_and_not_a_dead_server(client: Client, upstream: FakeUpstream) -> None:
     session_id = await client.create()
     upstream.replies = [RuntimeError("shapes do not match")]
@@ -107,7 +114,10 @@ async def test_a_client_that_disconnects_cancels_the_generation_and_leaves_the_l
     assert client.server.segments(session_id) == before
     assert client.server.counters(session_id).rollbacks == 0
     upstream.gate.set()
-    await client.chat(session_id, [user("one"), first, user("two")])
+    again = await client.chat(session_id, [user("one")], seed=4)
+    counters = client.server.counters(session_id)
+    assert (counters.turns, counters.rollbacks) == (1, 1)
+    await client.chat(session_id, [user("one"), again, user("two")])
     assert client.server.counters(session_id).turns == 2
 
 

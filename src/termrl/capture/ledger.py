@@ -180,16 +180,17 @@ class Ledger:
         parent, used = self._match(keys, tools_key)
         added, new_messages = keys[used:], list(messages[used:])
         if parent is not None and all(key[0] != "assistant" for key in added):
-            replaces = self._replaced_by(added, tools_key, parent.children)
+            replaces = self._replaced_by(added, tools_key, parent)
             bridged = self._bridge(parent, new_messages, tools)
             if bridged is not None:
                 parent.pending += 1
                 inherited = parent.prompt_tokens + len(parent.token_ids)
                 prompt = tuple(bridged.token_ids)
                 return PendingTurn(parent, added, tools_key, prompt, inherited, bridged.close_added, False, replaces)
-        elif parent is not None:
+        elif self._holds_a_reply(keys):
             self._refuse_rewrite()
-        replaces = self._replaced_by(keys, tools_key, self._roots)
+        # Either a new opening, or a template that cannot go on from sampled tokens: the session branches.
+        replaces = self._same_request(keys, tools_key, self._roots) if parent else self._replaced_by(keys, tools_key)
         prompt = tuple(self._renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True))
         return PendingTurn(None, keys, tools_key, prompt, 0, False, self._holds_a_reply(keys), replaces)
 
@@ -319,21 +320,29 @@ class Ledger:
             stack.extend((child, reply + 1) for child in node.children)
         return best
 
-    def _replaced_by(self, added: list[MessageKey], tools_key: bytes, siblings: list[TurnNode]) -> TurnNode | None:
-        """The last turn that the same request (or, under ``reject``, any request one turn back) takes back."""
+    def _same_request(self, added: list[MessageKey], tools_key: bytes, siblings: list[TurnNode]) -> TurnNode | None:
+        """The newest last turn that came of the same request."""
         for node in reversed(siblings):
             if node.added == added and node.tools_key == tools_key and not node.children:
                 return node
-        if self.on_divergence == "reject" and siblings:
+        return None
+
+    def _replaced_by(
+        self, added: list[MessageKey], tools_key: bytes, parent: TurnNode | None = None
+    ) -> TurnNode | None:
+        """The last turn that the same request (or, under ``reject``, any request one turn back) takes back."""
+        siblings = self._roots if parent is None else parent.children
+        same = self._same_request(added, tools_key, siblings)
+        if same is None and siblings and self.on_divergence == "reject":
             if len(siblings) == 1 and not siblings[0].children:
                 return siblings[0]
             self._refuse_rewrite()
-        return None
+        return same
 
     def _refuse_rewrite(self) -> None:
         if self.on_divergence == "reject":
             raise HistoryError(
-                "the history differs from the session more than one turn back",
+                "the history differs from the session's, and more than its last turn",
                 status=400,
                 code="history_rewritten",
                 hint="echo each assistant message verbatim, or let the session branch",

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from termrl.errors import CaptureError
 
 FinishReason = Literal["stop", "length", "fence", "abort", "context"]
+_COLD = 0.01
 
 
 @dataclass(frozen=True)
@@ -99,21 +100,26 @@ def check_result(result: GenerateResult) -> None:
 
 
 async def preflight(upstream: Upstream, prompt_ids: tuple[int, ...], *, session_id: str = "preflight") -> None:
-    """Sample two tokens before a run starts, so that an engine that cannot be trained on is found at once.
+    """Sample a few tokens before a run starts, so that an engine that cannot be trained on is found at once.
 
-    ``prompt_ids`` is any short valid prompt.
+    ``prompt_ids`` is any short valid prompt. At a temperature near 0 the sampling distribution is all but certain of
+    what it samples; logprobs that are not near 0 there are those of the raw logits, and useless at temperatures ≠ 1.
 
     Raises:
-        CaptureError: ids or logprobs are missing or malformed, or two sampled tokens came without a distribution.
+        CaptureError: ids or logprobs are missing or malformed, or the logprobs are not those of the sampling.
         PolicyError: the engine failed.
     """
-    request = GenerateRequest(session_id, prompt_ids, SamplingParams(temperature=1.0, max_tokens=2, seed=0))
     try:
-        result = await upstream.generate(request)
+        for temperature in (1.0, _COLD):
+            sampling = SamplingParams(temperature=temperature, max_tokens=8, seed=0)
+            result = await upstream.generate(GenerateRequest(session_id, prompt_ids, sampling))
+            check_result(result)
+            if not 0 < len(result.token_ids) <= 8:
+                raise CaptureError(f"the engine sampled {len(result.token_ids)} tokens where up to 8 were asked for")
     finally:
         await upstream.release(session_id)
-    check_result(result)
-    if not result.token_ids:
-        raise CaptureError("the engine sampled no token", hint="look at the engine's log")
-    if len(result.token_ids) > 2:
-        raise CaptureError(f"the engine sampled {len(result.token_ids)} tokens where 2 were asked for")
+    if sum(result.logprobs) / len(result.logprobs) < -0.5:
+        raise CaptureError(
+            "the engine's logprobs do not follow the sampling temperature",
+            hint="start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, vLLM with --logprobs-mode processed_logprobs",
+        )
