@@ -25,7 +25,7 @@ from termrl.sandboxes.channel import Channel, pair
 from termrl.sandboxes.client import START_S, ResidentSandbox, packed
 from termrl.sandboxes.host import NOBODY, kernel_version, memory_mb, state_folder
 from termrl.sandboxes.stage import Stage, stage
-from termrl.sandboxes.sweep import Owner, sweep
+from termrl.sandboxes.sweep import Owner, processes_of, sweep
 
 DEFAULT_MEMORY_MB = 2048
 DEFAULT_STORAGE_MB = 1024
@@ -118,6 +118,10 @@ class BubblewrapProvider(SandboxProvider):
         self._release()
         atexit.unregister(self._release)
 
+    def processes(self) -> list[int]:
+        """This machine's process ids of the launcher, bubblewrap and the residents."""
+        return processes_of(self._owner.folder)
+
     def kill(self, name: str) -> None:
         """Kill a sandbox's bubblewrap from outside."""
         if self._channel is not None:
@@ -140,7 +144,10 @@ class BubblewrapProvider(SandboxProvider):
             with theirs:
                 sandbox.attach(ours)
                 storage_mb = min(spec.storage_mb or DEFAULT_STORAGE_MB, self._storage_mb)
-                argv = layout.bwrap_arguments(self._stage, sandbox.tests, self._empty, storage_mb=storage_mb)
+                label = f"{self._owner.name}/{name}"
+                argv = layout.bwrap_arguments(
+                    self._stage, sandbox.tests, self._empty, storage_mb=storage_mb, label=label
+                )
                 launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
             await asyncio.wait_for(sandbox.started, START_S)
             await self._furnish(sandbox, storage_mb)
@@ -207,7 +214,7 @@ class BubblewrapProvider(SandboxProvider):
         ours, theirs = pair()
         with theirs:
             argv = self._stage.argv(str(self._stage.folder), "launcher")
-            argv.append(str(self._owner.folder) + "/")
+            argv.append(f"{self._owner.name}/launcher")
             ids: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
             launcher = subprocess.Popen(
                 argv,
