@@ -52,7 +52,7 @@ def flags(world: Path, **overrides: object) -> list[str]:
         "model.threads": 1,
         "tasks.dir": world / "train",
         "evaluation.dir": world / "held-out",
-        "rollout.groups": 2,
+        "rollout.groups": 3,
         "rollout.samples": 6,
         "episode.max_turns": 2,
         "episode.max_tokens": 4,
@@ -127,14 +127,14 @@ def test_another_seed_is_another_run(world: Path, finished: Path) -> None:
 
 def test_the_summary_accounts_for_every_token_and_episode(finished: Path) -> None:
     summary = orjson.loads((finished / "summary.json").read_bytes())
-    assert (summary["steps"], summary["episodes"], summary["dropped"]) == (3, 36, {})
+    assert (summary["steps"], summary["episodes"], summary["dropped"]) == (3, 54, {})
     assert summary["tokens_trained"] == summary["tokens_captured"] - summary["tokens_masked"] > 0
     assert summary["logprob_diff"] <= 1e-4
     assert summary["re_rendered_turns"] == 0
     assert summary["eval_by_family"].keys() == {"mkdir"}
     assert summary["stopped"] is None
     episodes = list(read_jsonl(finished / "episodes.jsonl"))
-    assert len([e for e in episodes if e["phase"] == "train"]) == 36
+    assert len([e for e in episodes if e["phase"] == "train"]) == 54
     assert {e["reward"] for e in episodes if e["phase"] == "train"} == {0.0, 1.0}
     captured = sum(sum(row["loss_mask"]) for step in tokens(finished) for row in step)
     assert captured == summary["tokens_captured"]
@@ -226,3 +226,16 @@ def test_the_merged_export_is_the_trained_model(world: Path, finished: Path, tmp
     ]
     assert any("q_proj" in name for name in changed)
     assert not any("embed" in name or "lm_head" in name for name in changed)
+
+
+def test_groups_of_the_same_task_in_one_step_draw_different_numbers(finished: Path) -> None:
+    seeds = [(e["step"], e["seed"]) for e in read_jsonl(finished / "episodes.jsonl") if e["phase"] == "train"]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_waiting_for_others_does_not_count_as_service(finished: Path) -> None:
+    for episode in read_jsonl(finished / "episodes.jsonl"):
+        assert episode["timings"]["generation_s"] + episode["timings"]["queue_s"] <= episode["timings"]["total_s"]
+        assert all(0 < turn["generation_s"] < 1 for turn in episode["turns"])
+        if episode["phase"] == "train":
+            assert episode["timings"]["queue_s"] > episode["timings"]["generation_s"]
