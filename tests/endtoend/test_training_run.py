@@ -81,6 +81,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -177,7 +178,7 @@ def test_ctrl_c_checkpoints_sweeps_and_exits_130(world: Path, state: Path) -> No
     run = world / "interrupted"
     process = start("train", *flags(world, steps=500, training__lr=1e-6), "--run-dir", str(run))
     wait_for_step(process, run, 1)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches every process of the group
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert "Traceback" not in error
@@ -239,3 +240,40 @@ def test_waiting_for_others_does_not_count_as_service(finished: Path) -> None:
         assert all(0 < turn["generation_s"] < 1 for turn in episode["turns"])
         if episode["phase"] == "train":
             assert episode["timings"]["queue_s"] > episode["timings"]["generation_s"]
+
+
+def test_tasks_that_the_sandbox_cannot_run_are_refused_by_name_before_a_folder_is_made(world: Path) -> None:
+    tasks = write_tasks(world / "imaged", ("apple", "berry"), host=False)
+    process = start("train", *flags(world, **{"tasks.dir": tasks}), "--run-dir", str(world / "refused"))
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2, error
+    assert "make-apple: needs image debian:12-slim" in error
+    assert "make-berry: needs image debian:12-slim" in error
+    assert "Traceback" not in error
+    assert not (world / "refused").exists()
+
+
+def test_broken_tasks_are_named_and_can_be_skipped(world: Path) -> None:
+    tasks = write_tasks(world / "half-broken", ("apple", "berry"))
+    (tasks / "make-berry" / "task.toml").write_text("not toml")
+    settings = [*flags(world, **{"tasks.dir": tasks, "steps": 0}), "--run-dir", str(world / "skipped")]
+    process = start("train", *settings)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "make-berry" in error
+    assert "--skip-broken" in error
+    assert "Traceback" not in error
+    assert not (world / "skipped").exists()
+    process = start("train", *settings, "--skip-broken")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert orjson.loads((world / "skipped" / "summary.json").read_bytes())["steps"] == 0
+
+
+def test_a_run_in_which_no_episode_gets_a_verdict_stops_at_once_and_says_why(world: Path) -> None:
+    tasks = write_tasks(world / "crashing", ("cedar",), prefix="eval", test="exit 3\n")
+    with pytest.raises(RunError, match="no episode of the evaluation got a verdict"):
+        run_here(world, world / "no-verdicts", **{"evaluation.dir": tasks})
+    summary = orjson.loads((world / "no-verdicts" / "summary.json").read_bytes())
+    assert "got a verdict" in summary["stopped"]
+    assert summary["steps"] == 0
