@@ -14,7 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._report import Figure, report
 from termrl.sandboxes.base import Sandbox, SandboxSpec
@@ -50,7 +51,20 @@ async def _host_bash() -> None:
 
 
 async def _plain_bwrap() -> None:
-    arguments = "--unshare-all --die-with-parent --ro-bind / / --proc /proc --dev /dev --tmpfs /tmp true".split()
+    arguments = [
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/tmp",
+        "true",
+    ]
     process = await asyncio.create_subprocess_exec(find_bwrap()[0], *arguments)
     if await process.wait() != 0:
         raise SystemExit("plain bwrap failed")

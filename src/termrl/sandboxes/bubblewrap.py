@@ -79,10 +79,11 @@ class BubblewrapProvider(SandboxProvider):
     def limits(self) -> str:
         """What bounds a sandbox on this machine, in one line."""
         files = f"tmpfs of at most {self._storage_mb} MiB"
-        if self._groups is not None:
-            return f"memory and processes by cgroups v{self._groups.roots.version}, {files}"
-        processes = "processes by RLIMIT_NPROC" if _nproc_counts_by_sandbox() else "processes by watching"
-        return f"no cgroups: memory by RLIMIT_DATA and watching, {processes}, {files}"
+        by_rlimit = "RLIMIT_NPROC" if _nproc_counts_by_sandbox() else "watching"
+        if self._groups is None:
+            return f"no cgroups: memory by RLIMIT_DATA and watching, processes by {by_rlimit}, {files}"
+        groups = f"cgroups v{self._groups.roots.version}"
+        return f"memory by {groups}, processes by {groups if self._groups.counts_processes else by_rlimit}, {files}"
 
     def refusal(self, spec: SandboxSpec) -> str | None:
         if not spec.host_userland:
@@ -194,9 +195,19 @@ class BubblewrapProvider(SandboxProvider):
         if roots is None:
             return None
         try:
-            return Groups(roots, self._owner.name)
+            return Groups(roots, self._owner.name, pids=not _nproc_counts_by_sandbox())
         except OSError:
             return None
+
+    def _adopt(self, launcher: int) -> None:
+        """Put the launcher into our cgroups; where that is not permitted, do without them."""
+        if self._groups is None:
+            return
+        try:
+            self._groups.adopt(launcher)
+        except OSError:
+            self._groups.remove()
+            self._groups = None
 
     def _open_launcher(self) -> Channel:
         loop = asyncio.get_running_loop()
@@ -230,6 +241,7 @@ class BubblewrapProvider(SandboxProvider):
         # Root may say that a sandbox dies before the trainer does when the machine runs out of memory.
         with contextlib.suppress(OSError):
             Path(f"/proc/{launcher.pid}/oom_score_adj").write_text("300")
+        self._adopt(launcher.pid)
         self._channel = Channel(ours, self._launched, self._launcher_gone, max_splits=3)
         return self._channel
 

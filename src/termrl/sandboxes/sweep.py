@@ -2,7 +2,8 @@
 
 Each provider claims a folder ``owners/<name>`` in the state folder. Its ``owner`` file says which process it is (pid,
 start time, boot, pid namespace) and is locked for as long as that process lives. Everything of the owner can be found
-from the folder's name alone: sandboxes' folders lie in it, cgroups carry it, processes have it on their command line. No mount is ever made outside the sandboxes' own namespaces.
+from the folder's name alone: sandboxes' folders lie in it, cgroups carry it, processes have it on their command line.
+No mount is ever made outside the sandboxes' own namespaces.
 """
 
 from __future__ import annotations
