@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
-from benchmarks._report import Figure, report
+from benchmarks._report import Figure, report  # noqa: E402
 
 if TYPE_CHECKING:
     from termrl.engine.transformers import EmbeddedEngine

@@ -242,7 +242,8 @@ def test_a_released_session_is_computed_anew(folders: dict[str, Path]) -> None:
 def test_a_long_prompt_is_computed_in_pieces(
     folders: dict[str, Path], references: dict[str, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("termrl.engine.transformers._PASS_TOKENS", 24)
+    monkeypatch.setattr("termrl.engine.planning.PASS_TOKENS", 24)
+    monkeypatch.setattr("termrl.engine.transformers.PASS_TOKENS", 24)
     engine = EmbeddedEngine(folders["llama"])
     requests = [request(f"s{i}", SHARED + ids(20 + 60 * i, i + 1), order=i) for i in range(3)]
     assert_exact(references["llama"], requests, engine.generate(requests))

@@ -22,6 +22,13 @@ from termrl.settings import Loaded, load_settings, to_toml
 INTERRUPTED = 130
 TERMINATED = 143
 
+SHORT_FORMS = {
+    "--sandbox": "--sandbox.backend",
+    "--model": "--model.path",
+    "--tasks": "--tasks.dir",
+    "--skip-broken": "--tasks.skip-broken",
+}
+
 
 def train(
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
@@ -32,7 +39,8 @@ def train(
     """Train a model on terminal tasks by GRPO.
 
     Settings come from defaults, then TOML files, then TERMRL_SECTION__KEY variables, then --section.key VALUE.
-    The most used: --run-dir DIR, --seed N, --steps N, --training.lr X, --rollout.groups N, --model.path NAME.
+    The most used: --run-dir DIR, --seed N, --steps N, --model NAME, --tasks DIR, --skip-broken, --sandbox NAME,
+    --training.lr X, --rollout.groups N.
 
     Parameters
     ----------
@@ -56,7 +64,7 @@ def train(
 
             model, pools = prepare(saved.config)
             return _run(console, saved.config, store, model=model, pools=pools, resume=True)
-    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=settings)
+    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=[_long(flag) for flag in settings])
     from termrl.training.local import prepare
 
     model, pools = prepare(loaded.config)
@@ -99,6 +107,12 @@ def _sweep() -> None:
     from termrl.sandboxes.sweep import sweep
 
     sweep()
+
+
+def _long(flag: str) -> str:
+    """A flag with its section, where a short form was given."""
+    name, equals, value = flag.partition("=")
+    return SHORT_FORMS.get(name, name) + equals + value
 
 
 def _run_dir(config: TrainConfig, files: tuple[Path, ...]) -> Path:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,16 +21,21 @@ from termrl.capture.upstreams import FinishReason, GenerateRequest, GenerateResu
 from termrl.engine.cache import CachedSession, KVCache
 from termrl.engine.decoder import Decoder, Prefix, Step, Workspace
 from termrl.engine.folder import check_folder
+from termrl.engine.planning import (
+    PASS_SCORES,
+    PASS_TOKENS,
+    Row,
+    common_length,
+    cut_batches,
+    cut_passes,
+    find_twins,
+    prefixes_of,
+)
 from termrl.engine.sampling import sample, uniform
 from termrl.engine.weights import DecoderConfig, Weights
 from termrl.errors import PolicyError
 
-if TYPE_CHECKING:
-    from termrl.engine.fence import FenceWatch
-
 _MIN_SHARED = 16  # tokens; a shorter common prefix is not worth a second attention part
-_PASS_TOKENS = 1024  # new tokens of one prefill pass
-_PASS_SCORES = 1 << 24  # attention scores of one prefill pass and layer
 _MEMORY_SHARE = 0.15  # of the machine's memory, for cached tokens by default; a batch's own may take as much again
 
 
@@ -50,34 +54,6 @@ class EngineStats:
     def since(self, earlier: EngineStats) -> EngineStats:
         """The difference to an earlier copy."""
         return EngineStats(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
-
-
-@dataclass(eq=False)
-class _Row:
-    """One request in the batch. Own tokens are those after the prefix."""
-
-    request: GenerateRequest
-    index: int
-    budget: int
-    clamped: bool
-    seed: int
-    prefix: Prefix | None = None
-    session: CachedSession | None = None
-    cached: int = 0
-    twin: _Row | None = None
-    place: int = -1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    watch: FenceWatch | None = None
-
-    @property
-    def before(self) -> int:
-        return len(self.prefix) if self.prefix is not None else 0
-
-    @property
-    def own(self) -> int:
-        """Own tokens of the prompt."""
-        return len(self.request.prompt_ids) - self.before
 
 
 class EmbeddedEngine:
@@ -158,14 +134,17 @@ class EmbeddedEngine:
             PolicyError: a request that :meth:`check` refuses; nothing was generated then.
         """
         results: dict[int, GenerateResult] = {}
-        rows: list[_Row] = []
+        rows: list[Row] = []
         for index in sorted(range(len(requests)), key=lambda i: requests[i].order):
             row = self._row(requests[index], index)
             if row.budget > 0:
                 rows.append(row)
             else:
                 results[index] = self._result(row, "context" if row.clamped else "length")
-        for batch in self._batches(rows):
+        begun = time.perf_counter()
+        self._find_shared(rows)
+        self.stats.prefill_s += time.perf_counter() - begun
+        for batch in cut_batches(rows, self.max_kv_tokens):
             self._generate_batch(batch, results, cancelled)
         return [results[index] for index in range(len(requests))]
 
@@ -182,11 +161,11 @@ class EmbeddedEngine:
         if not (0 <= s.temperature < float("inf") and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
             raise PolicyError(f"{who}: temperature, top_p, top_k or max_tokens out of range: {s}")
 
-    def _row(self, request: GenerateRequest, index: int) -> _Row:
+    def _row(self, request: GenerateRequest, index: int) -> Row:
         self.check(request)
         ids, sampling = request.prompt_ids, request.sampling
         room = max(0, self.context_window - len(ids))
-        row = _Row(
+        row = Row(
             request=request,
             index=index,
             budget=min(sampling.max_tokens, room),
@@ -199,28 +178,14 @@ class EmbeddedEngine:
             row.watch = FenceWatch.of(self.model_dir)
         return row
 
-    def _batches(self, rows: list[_Row]) -> list[list[_Row]]:
-        """Cut the rows, in order, so that no batch's own tokens can exceed the bound (one row always may)."""
-        batches: list[list[_Row]] = []
-        longest = 0
-        for row in rows:
-            size = len(row.request.prompt_ids) + row.budget
-            longest = max(longest, size) if batches else size
-            if not batches or (len(batches[-1]) + 1) * longest > self.max_kv_tokens:
-                batches.append([])
-                longest = size
-            batches[-1].append(row)
-        return batches
-
     def _generate_batch(
         self,
-        rows: list[_Row],
+        rows: list[Row],
         results: dict[int, GenerateResult],
         cancelled: Callable[[GenerateRequest], bool] | None,
     ) -> None:
         begun = time.perf_counter()
-        self._find_shared(rows)
-        self._find_twins(rows)
+        find_twins(rows)
         logits = self._prefill(rows)
         prefilled = time.perf_counter()
         live = sorted(rows, key=lambda row: row.place)
@@ -234,13 +199,13 @@ class EmbeddedEngine:
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    def _find_shared(self, rows: list[_Row]) -> None:
+    def _find_shared(self, rows: list[Row]) -> None:
         """Give each row its session's cache, or else the prefix that all rows without one have in common."""
-        fresh: list[_Row] = []
+        fresh: list[Row] = []
         for row in rows:
             ids = row.request.prompt_ids
             session = self._cache.session(row.request.session_id)
-            common = min(_common(session.token_ids, ids), len(ids) - 1) if session is not None else 0
+            common = min(common_length(session.token_ids, ids), len(ids) - 1) if session is not None else 0
             prefix = session.prefix if session is not None else None
             if session is None or common == 0 or (prefix is not None and common < len(prefix)):
                 fresh.append(row)
@@ -250,7 +215,7 @@ class EmbeddedEngine:
             fresh[0].prefix = self._cache.longest_prefix(fresh[0].request.prompt_ids)
         elif fresh:
             shortest = min((row.request.prompt_ids for row in fresh), key=len)[:-1]
-            shared = shortest[: min(_common(shortest, row.request.prompt_ids) for row in fresh)]
+            shared = shortest[: min(common_length(shortest, row.request.prompt_ids) for row in fresh)]
             if len(shared) >= _MIN_SHARED:
                 prefix = self._cache.prefix(shared) or self._compute_prefix(shared)
                 for row in fresh:
@@ -263,15 +228,7 @@ class EmbeddedEngine:
         self._cache.add_prefix(prefix)
         return prefix
 
-    def _find_twins(self, rows: list[_Row]) -> None:
-        """Rows with one prompt are computed once: the later ones point at the first."""
-        first: dict[tuple[int, ...], _Row] = {}
-        for row in rows:
-            twin = first.setdefault(row.request.prompt_ids, row)
-            if twin is not row and twin.prefix is row.prefix:
-                row.twin = twin
-
-    def _prefill(self, rows: list[_Row]) -> Tensor:
+    def _prefill(self, rows: list[Row]) -> Tensor:
         """Compute the prompts; returns the logits after each, ``[rows, vocab]``, by the rows' places."""
         # rows of like length stand side by side, so that a pass pads little
         firsts = sorted((r for r in rows if r.twin is None), key=lambda r: (r.prefix is None, r.own - r.cached, r.own))
@@ -283,7 +240,7 @@ class EmbeddedEngine:
             if row.session is not None:
                 self._space.k[:, row.place, :, : row.cached] = row.session.k[:, :, : row.cached]
                 self._space.v[:, row.place, :, : row.cached] = row.session.v[:, :, : row.cached]
-        hidden = torch.cat([self._prefill_pass(group) for group in self._passes(firsts)])
+        hidden = torch.cat([self._prefill_pass(group) for group in cut_passes(firsts, self.config.heads)])
         logits = self._decoder.logits(hidden)
         source = [row.place if row.twin is None else row.twin.place for row in placed]
         for row in placed:
@@ -293,23 +250,7 @@ class EmbeddedEngine:
         self.stats.reused_tokens += sum(len(r.request.prompt_ids) for r in rows if r.twin is not None)
         return logits if len(firsts) == len(rows) else logits[torch.tensor(source)]
 
-    def _passes(self, rows: list[_Row]) -> list[list[_Row]]:
-        """Cut the rows, in place order, into passes of bounded work and memory."""
-        passes: list[list[_Row]] = []
-        tokens = 0
-        for row in rows:
-            new = row.own - row.cached
-            longest = max(row.own for row in passes[-1]) if passes else 0
-            scores = (len(passes[-1]) + 1) * new * (max(longest, row.own) + row.before) if passes else 0
-            full = tokens + new > _PASS_TOKENS or scores * self.config.heads > _PASS_SCORES
-            if not passes or full:
-                passes.append([])
-                tokens = 0
-            passes[-1].append(row)
-            tokens += new
-        return passes
-
-    def _prefill_pass(self, rows: list[_Row]) -> Tensor:
+    def _prefill_pass(self, rows: list[Row]) -> Tensor:
         new = [row.request.prompt_ids[row.before + row.cached :] for row in rows]
         if len(rows) == 1:
             return self._pass_in_pieces(rows[0].place, rows[0].cached, new[0], rows[0].prefix)
@@ -319,7 +260,7 @@ class EmbeddedEngine:
             hi=rows[-1].place + 1,
             starts=torch.tensor([row.cached for row in rows]),
             counts=torch.tensor([len(ids) for ids in new]),
-            prefixes=_prefixes(rows),
+            prefixes=prefixes_of(rows),
         )
         self.stats.prefill_tokens += len(step.token_ids)
         return self._decoder.forward(step, self._space)
@@ -327,7 +268,7 @@ class EmbeddedEngine:
     def _pass_in_pieces(self, place: int, start: int, token_ids: Sequence[int], prefix: Prefix | None) -> Tensor:
         """Run one row's new tokens, however many, in pieces whose attention scores stay bounded."""
         reach = start + len(token_ids) + (len(prefix) if prefix else 0)
-        size = max(16, min(_PASS_TOKENS, _PASS_SCORES // (self.config.heads * reach)))
+        size = max(16, min(PASS_TOKENS, PASS_SCORES // (self.config.heads * reach)))
         edges = [*range(0, len(token_ids), size), len(token_ids)]
         hidden = torch.empty(0)
         for lo, hi in pairwise(edges):
@@ -348,14 +289,14 @@ class EmbeddedEngine:
     def _advance(
         self,
         logits: Tensor,
-        live: list[_Row],
+        live: list[Row],
         results: dict[int, GenerateResult],
         cancelled: Callable[[GenerateRequest], bool] | None,
-    ) -> tuple[Tensor, list[_Row]]:
+    ) -> tuple[Tensor, list[Row]]:
         """Sample one token a live row, retire the rows that end, and run the rest one token on."""
         numbers = [uniform(row.seed, len(row.token_ids)) for row in live]
         tokens, logprobs = sample(logits, [row.request.sampling for row in live], numbers)
-        ended: list[_Row] = []
+        ended: list[Row] = []
         for row, token, logprob in zip(live, tokens, logprobs, strict=True):
             reason = self._take(row, token, logprob, cancelled)
             if reason is not None:
@@ -371,12 +312,12 @@ class EmbeddedEngine:
             hi=len(live),
             starts=torch.tensor([row.own + len(row.token_ids) - 1 for row in live]),
             counts=torch.ones(len(live), dtype=torch.int64),
-            prefixes=_prefixes(live),
+            prefixes=prefixes_of(live),
         )
         return self._decoder.logits(self._decoder.forward(step, self._space)), live
 
     def _take(
-        self, row: _Row, token: int, logprob: float, cancelled: Callable[[GenerateRequest], bool] | None
+        self, row: Row, token: int, logprob: float, cancelled: Callable[[GenerateRequest], bool] | None
     ) -> FinishReason | None:
         """Append a sampled token; the reason if the turn ends with it."""
         if cancelled is not None and cancelled(row.request):
@@ -391,7 +332,7 @@ class EmbeddedEngine:
             return "context" if row.clamped else "length"
         return None
 
-    def _retire(self, live: list[_Row], ended: list[_Row]) -> list[_Row]:
+    def _retire(self, live: list[Row], ended: list[Row]) -> list[Row]:
         """Cache the ended rows' keys and values and close the gaps with the last rows."""
         for row in ended:
             self._keep(row)
@@ -404,7 +345,7 @@ class EmbeddedEngine:
                 live[row.place] = last
         return live
 
-    def _keep(self, row: _Row) -> None:
+    def _keep(self, row: Row) -> None:
         done = row.token_ids[:-1]  # the last token was sampled but not run
         own = row.own + len(done)
         session = CachedSession(
@@ -415,25 +356,8 @@ class EmbeddedEngine:
         )
         self._cache.add_session(row.request.session_id, session)
 
-    def _result(self, row: _Row, reason: FinishReason) -> GenerateResult:
+    def _result(self, row: Row, reason: FinishReason) -> GenerateResult:
         return GenerateResult(tuple(row.token_ids), tuple(row.logprobs), reason, self.policy_version)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
-
-
-def _prefixes(rows: list[_Row]) -> list[tuple[Prefix, Tensor | None]]:
-    """The distinct prefixes of these rows, each with the rows that have it (``None``: all of them)."""
-    members: dict[int, list[int]] = {}
-    known: dict[int, Prefix] = {}
-    for i, row in enumerate(rows):
-        if row.prefix is not None:
-            known[id(row.prefix)] = row.prefix
-            members.setdefault(id(row.prefix), []).append(i)
-    return [(known[key], None if len(which) == len(rows) else torch.tensor(which)) for key, which in members.items()]
 
 
 def _default_kv_tokens(config: DecoderConfig) -> int:
