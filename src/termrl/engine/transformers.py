@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ class EmbeddedEngine:
         self.model_name = self.model_dir.name
         self.threads = threads if threads is not None else len(os.sched_getaffinity(0))
         self.config = DecoderConfig.read(self.model_dir)
-        with torch.inference_mode():
+        with torch.inference_mode(), _intra_op(1):
             self._weights = Weights.load(self.model_dir, self.config)
             self._decoder = Decoder(self._weights)
         self.max_kv_tokens = max_kv_tokens if max_kv_tokens is not None else _default_kv_tokens(self.config)
@@ -80,7 +81,7 @@ class EmbeddedEngine:
             ModelError: an unknown name or a wrong shape.
         """
         self._cache.clear()
-        with torch.inference_mode():
+        with torch.inference_mode(), _intra_op(1):
             self._weights.update(tensors)
         self.policy_version = version
 
@@ -113,12 +114,9 @@ class EmbeddedEngine:
                 row.reason = "context" if row.clamped else "length"
             rows.append(row)
         live = [row for row in rows if row.reason is None]
-        threads = torch.get_num_threads()
-        try:
+        with _intra_op(1):
             self._find_shared(live)
             self._run(live, cancelled)
-        finally:
-            torch.set_num_threads(threads)
         for row in live:  # in row order, whatever thread ended first
             if row.kept is not None:
                 self._cache.add_session(row.request.session_id, row.kept)
@@ -202,11 +200,21 @@ class EmbeddedEngine:
             if len(shared) >= _MIN_SHARED:
                 prefix = self._cache.prefix(shared)
                 if prefix is None:
-                    torch.set_num_threads(1)
                     prefix = self._runners[0].prefix(shared)
                     self._cache.add_prefix(prefix)
                 for row in fresh:
                     row.prefix = prefix
+
+
+@contextmanager
+def _intra_op(threads: int) -> Iterator[None]:
+    """Torch's intra-op threads within, as they were after."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _reason(row: Row) -> FinishReason:
