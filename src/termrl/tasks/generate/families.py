@@ -36,7 +36,7 @@ def make_nested_dir(draw: Draw) -> Instance:
     a, b = draw.words(2)
     before = _some_file(draw)
     after = {**before, f"{a}/{b}": Folder()}
-    return Instance(f"Make the directory {a}/{b}.", before, after, [f"mkdir -p {a}/{b}"])
+    return Instance(f"Use mkdir -p to make the directory {a}/{b}.", before, after, [f"mkdir -p {a}/{b}"])
 
 
 def remove_file(draw: Draw) -> Instance:
@@ -50,28 +50,28 @@ def remove_dir(draw: Draw) -> Instance:
     a, b = draw.words(2)
     others = _some_file(draw)
     before = {**others, f"{a}/{b}.txt": File(draw.word())}
-    return Instance(f"Remove the directory {a} and all that is in it.", before, others, [f"rm -r {a}"])
+    return Instance(f"Remove the directory {a}.", before, others, [f"rm -r {a}"])
 
 
 def make_executable(draw: Draw) -> Instance:
     a, b = (f"{word}.sh" for word in draw.words(2))
     script = f"#!/bin/bash\necho {draw.word()}"
     before = {a: File(script), b: File(script)}
-    return Instance(f"Make the file {a} executable.", before, {**before, a: File(script, runs=True)}, [f"chmod +x {a}"])
+    return Instance(f"Make the script {a} executable.", before, {**before, a: File(script, runs=True)}, [f"chmod +x {a}"])
 
 
 def rename_file(draw: Draw) -> Instance:
     a, b = (f"{word}.txt" for word in draw.words(2))
     others = _some_file(draw)
     content = File(draw.word())
-    return Instance(f"Rename the file {a} to {b}.", {**others, a: content}, {**others, b: content}, [f"mv {a} {b}"])
+    return Instance(f"Rename {a} to {b}.", {**others, a: content}, {**others, b: content}, [f"mv {a} {b}"])
 
 
 def copy_file(draw: Draw) -> Instance:
     a, b = (f"{word}.txt" for word in draw.words(2))
     content = File(draw.word())
     before = {**_some_file(draw), a: content}
-    return Instance(f"Copy the file {a} to {b}.", before, {**before, b: content}, [f"cp {a} {b}"])
+    return Instance(f"Copy {a} to {b}.", before, {**before, b: content}, [f"cp {a} {b}"])
 
 
 def move_into_dir(draw: Draw) -> Instance:
@@ -79,7 +79,7 @@ def move_into_dir(draw: Draw) -> Instance:
     others = {f"{b}/{c}.txt": File(draw.word())}
     content = File(draw.word())
     return Instance(
-        f"Move the file {a}.txt into the directory {b}.",
+        f"Use mv to move {a}.txt into the directory {b}.",
         {**others, f"{a}.txt": content},
         {**others, f"{b}/{a}.txt": content},
         [f"mv {a}.txt {b}/"],
@@ -90,6 +90,12 @@ def create_empty(draw: Draw) -> Instance:
     a = f"{draw.word()}.txt"
     before = _some_file(draw)
     return Instance(f"Create an empty file named {a}.", before, {**before, a: File()}, [f"touch {a}"])
+
+
+def touch_file(draw: Draw) -> Instance:
+    a = f"{draw.word()}.txt"
+    before = _some_file(draw)
+    return Instance(f"Use touch to create an empty file named {a}.", before, {**before, a: File()}, [f"touch {a}"])
 
 
 def write_word(draw: Draw) -> Instance:
@@ -112,18 +118,34 @@ def follow_note(draw: Draw) -> Instance:
     return Instance("Do what note.txt says.", before, {**before, a: Folder()}, ["cat note.txt", f"mkdir {a}"])
 
 
+def remove_two_files(draw: Draw) -> Instance:
+    a, b = (f"{word}.txt" for word in draw.words(2))
+    others = _some_file(draw)
+    before = {**others, a: File(draw.word()), b: File(draw.word())}
+    return Instance(f"Remove the files {a} and {b}.", before, others, [f"rm {a} {b}"])
+
+
+def copy_into_dir(draw: Draw) -> Instance:
+    a, b, c = draw.words(3)
+    content = File(draw.word())
+    before = {f"{b}/{c}.txt": File(draw.word()), f"{a}.txt": content}
+    instruction = f"Use cp to copy {a}.txt into the directory {b}."
+    return Instance(instruction, before, {**before, f"{b}/{a}.txt": content}, [f"cp {a}.txt {b}/"])
+
+
 def make_named_dir(draw: Draw) -> Instance:
-    a = draw.word()
-    before = {**_some_file(draw), "name.txt": File(a)}
-    instruction = "Make a directory with the name that name.txt holds."
-    return Instance(instruction, before, {**before, a: Folder()}, ['mkdir "$(cat name.txt)"'])
+    note, a = f"{draw.word()}.txt", draw.word()
+    before = {**_some_file(draw), note: File(a)}
+    instruction = f"Run cat {note}, then make a directory with the name that it shows."
+    return Instance(instruction, before, {**before, a: Folder()}, [f"cat {note}", f"mkdir {a}"])
 
 
 def remove_named(draw: Draw) -> Instance:
-    files: Tree = {f"{word}.txt": File(draw.word()) for word in draw.words(3)}
-    a = sorted(files)[draw.below(3)]
-    before = {**files, "list.txt": File(a)}
-    return Instance("Remove the file that list.txt names.", before, _without(before, a), ['rm "$(cat list.txt)"'])
+    files: Tree = {f"{word}.md": File(draw.word()) for word in draw.words(3)}
+    note, a = f"{draw.word()}.txt", sorted(files)[draw.below(3)]
+    before = {**files, note: File(a)}
+    instruction = f"Run cat {note}, then remove the file that it names."
+    return Instance(instruction, before, _without(before, a), [f"cat {note}", f"rm {a}"])
 
 
 def remove_empty(draw: Draw) -> Instance:
@@ -191,6 +213,9 @@ FAMILIES = {
         Family("copy-file", 1, copy_file),
         Family("move-into-dir", 1, move_into_dir),
         Family("create-empty", 1, create_empty),
+        Family("touch-file", 1, touch_file),
+        Family("remove-two-files", 1, remove_two_files),
+        Family("copy-into-dir", 1, copy_into_dir),
         Family("write-word", 1, write_word),
         Family("append-line", 1, append_line),
         Family("follow-note", 1, follow_note, look_first=True),
