@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from termrl.capture.upstreams import GenerateRequest
+from termrl.capture.upstreams import FinishReason, GenerateRequest
 from termrl.engine.cache import CachedSession
 from termrl.engine.decoder import Prefix
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 PASS_TOKENS = 1024  # new tokens of one prefill pass
 PASS_SCORES = 1 << 24  # attention scores of one prefill pass and layer
+SHARD_ROWS = 4  # rows that a thread of its own pays for
 
 
 @dataclass(eq=False)
@@ -31,6 +33,8 @@ class Row:
         session: what is cached of the session, if that is of use; ``cached`` own tokens are taken from it.
         twin: an earlier row of the batch with the same prompt, whose keys and values are copied.
         place: the workspace row.
+        reason: why the turn ended, once it has.
+        kept: what to cache of the session, once the turn has ended.
     """
 
     request: GenerateRequest
@@ -46,6 +50,8 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     watch: FenceWatch | None = None
+    reason: FinishReason | None = None
+    kept: CachedSession | None = None
 
     @property
     def before(self) -> int:
@@ -112,3 +118,10 @@ def prefixes_of(rows: list[Row]) -> list[tuple[Prefix, Tensor | None]]:
             known[id(row.prefix)] = row.prefix
             members.setdefault(id(row.prefix), []).append(i)
     return [(known[key], None if len(which) == len(rows) else torch.tensor(which)) for key, which in members.items()]
+
+
+def cut_shards(rows: list[Row], threads: int) -> list[list[Row]]:
+    """Cut the rows, in order, into at most ``threads`` parts of like size, each worth a thread of its own."""
+    count = max(1, min(threads, len(rows) // SHARD_ROWS))
+    edges = [len(rows) * i // count for i in range(count + 1)]
+    return [rows[lo:hi] for lo, hi in pairwise(edges)]

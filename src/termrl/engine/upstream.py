@@ -176,7 +176,9 @@ class EmbeddedUpstream:
         except Exception as error:  # whatever the engine raised ends every call of the batch, with its reason
             reason = error.message if isinstance(error, TermrlError) else f"{type(error).__name__}: {error}"
             for call in [*calls, *self._waiting]:
-                _fail(call, PolicyError(f"the embedded engine failed: {reason}"))
+                failure = PolicyError(f"the embedded engine failed: {reason}")
+                failure.__cause__ = error
+                _fail(call, failure)
         finally:
             self._running = []
             # the ended calls' episodes get a chance to leave or call again before the gate is looked at
