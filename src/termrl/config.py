@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     schedule: Literal["lockstep", "continuous"] = Field(
         default="lockstep", description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit"
     )
-    concurrency: int = Field(default=128, ge=1, description="episodes, hence sandboxes, alive at once")
+    concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
 
 
 class CheckpointConfig(Section):
