@@ -1,7 +1,7 @@
 """The settings of a training run, one model per concern, composed into :class:`TrainConfig`.
 
-The TOML file has the same shape: top-level keys first, then one table per concern. ``docs/config.md`` lists the
-keys; :func:`termrl.settings.load_settings` fills them from files, environment and flags.
+The TOML file has the same shape: top-level keys first, then one table per concern. ``termrl train --keys``
+lists all keys; :func:`termrl.settings.load_settings` fills them from files, environment and flags.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     schedule: Literal["lockstep", "continuous"] = Field(
         default="lockstep", description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit"
     )
-    concurrency: int = Field(default=128, ge=1, description="episodes, hence sandboxes, alive at once")
+    concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
 
 
 class CheckpointConfig(Section):

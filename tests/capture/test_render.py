@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,67 @@ def test_a_model_that_needs_the_renderers_package_is_refused_by_name_where_it_is
     with pytest.raises(ModelError, match=str(tmp_path)) as caught:
         renderer_for(tmp_path)
     assert "termrl[capture]" in str(caught.value.hint)
+
+
+def fake_package(renderer: Any) -> types.ModuleType:
+    """A module ``renderers`` whose ``create_renderer`` gives ``renderer``, or raises it."""
+
+    def create_renderer(tokenizer: Any) -> Any:
+        if isinstance(renderer, Exception):
+            raise renderer
+        return renderer
+
+    module = types.ModuleType("renderers")
+    module.__dict__["create_renderer"] = create_renderer
+    return module
+
+
+class FakeGLM:
+    """A renderer of the package: stops at 7, bridges with 9, and parses one good and one broken call."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [7]
+
+    def bridge_to_next_turn(self, prompt: list[int], completion: list[int], new: Any, *, tools: Any = None) -> Any:
+        return types.SimpleNamespace(token_ids=[*prompt, *completion, 9]) if new else None
+
+    def parse_response(self, token_ids: list[int], *, tools: Any = None, prompt_ids: Any = None) -> Any:
+        good = types.SimpleNamespace(raw="<a>", name="run", arguments={"x": 1}, status="ok")
+        bad = types.SimpleNamespace(raw="<b>", name=None, arguments=None, status="invalid_json")
+        return types.SimpleNamespace(content="c", reasoning_content="r", tool_calls=[good, bad])
+
+
+def test_a_renderer_of_the_package_serves_behind_our_interface(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(tokenizer, TRIMMING_TEMPLATE).save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "renderers", fake_package(FakeGLM()))
+    renderer = renderer_for(tmp_path)
+    for completion, added in (([5, 7], False), ([5], True)):
+        bridged = renderer.bridge_to_next_turn([1], completion, [user("x")])
+        assert bridged is not None
+        assert (bridged.token_ids, bridged.close_added) == ([1, *completion, 9], added)
+    assert renderer.bridge_to_next_turn([1], [7], []) is None
+    parsed = renderer.parse_response([5, 7])
+    assert (parsed.content, parsed.reasoning_content) == ("c", "r")
+    assert [(call.name, call.arguments, call.ok) for call in parsed.tool_calls] == [
+        ("run", {"x": 1}, True),
+        ("", {}, False),
+    ]
+    assert renderer.control_token("<|im_end|>") == 2
+    assert renderer.control_token("the") is None
+
+
+def test_the_packages_default_renderer_and_its_failures_are_refused_by_name(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(tokenizer, TRIMMING_TEMPLATE).save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "renderers", fake_package(type("DefaultRenderer", (), {})()))
+    with pytest.raises(ModelError, match="re-renders"):
+        renderer_for(tmp_path)
+    monkeypatch.setitem(sys.modules, "renderers", fake_package(RuntimeError("no such model")))
+    with pytest.raises(ModelError, match="no such model"):
+        renderer_for(tmp_path)
 
 
 def bundled_model() -> Path | None:

@@ -94,6 +94,7 @@ async def test_delete_in_mid_generation_lets_the_chat_end_and_forgets_the_sessio
     upstream.gate.set()
     status, body = await chat
     assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+    await client.server.settle()
     status, body = await client.post(session_id, [user("one")])
     assert (status, body["error"]["code"]) == (404, "session_not_found")
     assert upstream.released == [session_id]

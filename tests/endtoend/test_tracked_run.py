@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from termrl.agent.types import Episode
@@ -69,13 +71,14 @@ def flags(world: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "termrl", "train", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path[1:]])},
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path[1:]])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -224,6 +227,28 @@ def test_a_broken_tracker_neither_ends_a_run_nor_changes_a_figure(world: Path) -
     assert min(observer.seen) >= 0
     assert max(observer.seen) > 1
     assert observer.live() == 0
+
+
+def test_ctrl_c_in_a_tracked_run_closes_the_tracker_and_leaves_no_process(world: Path) -> None:
+    run = world / "interrupted"
+    arguments = ["--steps", "500", "--training.lr", "1e-6", "--run-dir", str(run), "--track", "wandb"]
+    process = start(*flags(world), *arguments, WANDB_MODE="offline", HOME=str(world))
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not any(record["step"] for record in read_jsonl(run / "metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if not installed("wandb"):
+        assert "pip install 'termrl[wandb]'" in process.communicate()[1]
+        assert process.returncode == 2
+        return
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "warning" not in error
+    assert error.index("go on with:") < error.index("wandb sync")
+    assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
 def test_a_resumed_run_may_be_tracked_elsewhere_but_not_changed(world: Path) -> None:

@@ -52,7 +52,7 @@ def flags(world: Path, **overrides: object) -> list[str]:
         "model.threads": 1,
         "tasks.dir": world / "train",
         "evaluation.dir": world / "held-out",
-        "rollout.groups": 2,
+        "rollout.groups": 3,
         "rollout.samples": 6,
         "episode.max_turns": 2,
         "episode.max_tokens": 4,
@@ -81,6 +81,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -127,14 +128,14 @@ def test_another_seed_is_another_run(world: Path, finished: Path) -> None:
 
 def test_the_summary_accounts_for_every_token_and_episode(finished: Path) -> None:
     summary = orjson.loads((finished / "summary.json").read_bytes())
-    assert (summary["steps"], summary["episodes"], summary["dropped"]) == (3, 36, {})
+    assert (summary["steps"], summary["episodes"], summary["dropped"]) == (3, 54, {})
     assert summary["tokens_trained"] == summary["tokens_captured"] - summary["tokens_masked"] > 0
     assert summary["logprob_diff"] <= 1e-4
     assert summary["re_rendered_turns"] == 0
     assert summary["eval_by_family"].keys() == {"mkdir"}
     assert summary["stopped"] is None
     episodes = list(read_jsonl(finished / "episodes.jsonl"))
-    assert len([e for e in episodes if e["phase"] == "train"]) == 36
+    assert len([e for e in episodes if e["phase"] == "train"]) == 54
     assert {e["reward"] for e in episodes if e["phase"] == "train"} == {0.0, 1.0}
     captured = sum(sum(row["loss_mask"]) for step in tokens(finished) for row in step)
     assert captured == summary["tokens_captured"]
@@ -153,7 +154,7 @@ def test_every_episode_is_recorded_whole(finished: Path) -> None:
 def test_it_learns(world: Path) -> None:
     write_tasks(world / "one", ("apple",))
     overrides = {"tasks.dir": world / "one", "rollout.groups": 1, "rollout.samples": 16, "training.lr": 0.01}
-    summary = run_here(world, world / "learns", **overrides, steps=12)
+    summary = run_here(world, world / "learns", **overrides, steps=9)
     rewards = summary["rewards"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
 
@@ -177,7 +178,7 @@ def test_ctrl_c_checkpoints_sweeps_and_exits_130(world: Path, state: Path) -> No
     run = world / "interrupted"
     process = start("train", *flags(world, steps=500, training__lr=1e-6), "--run-dir", str(run))
     wait_for_step(process, run, 1)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches every process of the group
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert "Traceback" not in error
@@ -226,3 +227,51 @@ def test_the_merged_export_is_the_trained_model(world: Path, finished: Path, tmp
     ]
     assert any("q_proj" in name for name in changed)
     assert not any("embed" in name or "lm_head" in name for name in changed)
+
+
+def test_groups_of_the_same_task_in_one_step_draw_different_numbers(finished: Path) -> None:
+    seeds = [(e["step"], e["seed"]) for e in read_jsonl(finished / "episodes.jsonl") if e["phase"] == "train"]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_waiting_for_others_does_not_count_as_service(finished: Path) -> None:
+    for episode in read_jsonl(finished / "episodes.jsonl"):
+        assert episode["timings"]["generation_s"] + episode["timings"]["queue_s"] <= episode["timings"]["total_s"]
+        assert all(0 < turn["generation_s"] < 1 for turn in episode["turns"])
+        if episode["phase"] == "train":
+            assert episode["timings"]["queue_s"] > episode["timings"]["generation_s"]
+
+
+def test_tasks_that_the_sandbox_cannot_run_are_refused_by_name_before_a_folder_is_made(world: Path) -> None:
+    tasks = write_tasks(world / "imaged", ("apple", "berry"), host=False)
+    process = start("train", *flags(world, **{"tasks.dir": tasks}), "--run-dir", str(world / "refused"))
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2, error
+    assert "make-apple: needs image debian:12-slim" in error
+    assert "make-berry: needs image debian:12-slim" in error
+    assert "Traceback" not in error
+    assert not (world / "refused").exists()
+
+
+def test_broken_tasks_are_named_and_can_be_skipped(world: Path) -> None:
+    tasks = write_tasks(world / "half-broken", ("apple", "berry"))
+    (tasks / "make-berry" / "task.toml").write_text("not toml")
+    process = start("train", *flags(world, **{"tasks.dir": tasks}), "--run-dir", str(world / "skipped"))
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "make-berry" in error
+    assert "--skip-broken" in error
+    assert "Traceback" not in error
+    assert not (world / "skipped").exists()
+    summary = run_here(world, world / "skipped", **{"tasks.dir": tasks, "tasks.skip_broken": True}, steps=0)
+    assert summary["steps"] == 0
+    assert summary["eval_before"] == summary["eval_after"]
+
+
+def test_a_run_in_which_no_episode_gets_a_verdict_stops_at_once_and_says_why(world: Path) -> None:
+    tasks = write_tasks(world / "crashing", ("cedar",), prefix="eval", test="exit 3\n")
+    with pytest.raises(RunError, match="no episode of the evaluation got a verdict"):
+        run_here(world, world / "no-verdicts", **{"evaluation.dir": tasks})
+    summary = orjson.loads((world / "no-verdicts" / "summary.json").read_bytes())
+    assert "got a verdict" in summary["stopped"]
+    assert summary["steps"] == 0

@@ -65,8 +65,17 @@ def write_model(folder: Path, *, acts: bool = True, seed: int = 0) -> Path:
     return folder
 
 
-def write_tasks(folder: Path, words: tuple[str, ...], *, family: str = "mkdir", prefix: str = "make") -> Path:
+def write_tasks(
+    folder: Path,
+    words: tuple[str, ...],
+    *,
+    family: str = "mkdir",
+    prefix: str = "make",
+    host: bool = True,
+    test: str = "if [ -d /app/{word} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+) -> Path:
     """One Harbor task per word: make the directory of that name."""
+    userland = 'termrl_userland = "host"\n' if host else ""
     for word in words:
         task = folder / f"{prefix}-{word}"
         (task / "tests").mkdir(parents=True)
@@ -77,11 +86,9 @@ def write_tasks(folder: Path, words: tuple[str, ...], *, family: str = "mkdir", 
         (task / "task.toml").write_text(
             'schema_version = "1.4"\n'
             f'[task]\nname = "tiny/{task.name}"\ndescription = {json.dumps(instruction)}\n'
-            f'[metadata]\ntermrl_userland = "host"\nfamily = "{family}"\n'
+            f'[metadata]\n{userland}family = "{family}"\n'
             '[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
             "memory_mb = 128\nstorage_mb = 32\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 30.0\n"
         )
-        (task / "tests" / "test.sh").write_text(
-            f"if [ -d /app/{word} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
-        )
+        (task / "tests" / "test.sh").write_text(test.replace("{word}", word))
     return folder

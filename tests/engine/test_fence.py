@@ -45,9 +45,9 @@ def test_the_turn_ends_with_the_newline_after_the_closing_fence(
 
 def test_a_fence_ends_the_row_with_its_own_reason(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free, watched = (request(n, (1, 70, 71, 72, 73), max_tokens=40, temperature=1.5, seed=3) for n in "ab")
-    whole = EmbeddedEngine(folders["llama"]).generate([free])[0]
+    whole = EmbeddedEngine(folders["llama"], threads=1).generate([free])[0]
     monkeypatch.setattr(FenceWatch, "closed", lambda self, token_ids: len(token_ids) == 9)
     stop = replace(watched, sampling=replace(watched.sampling, stop_at_fence=True))
-    plain, cut = EmbeddedEngine(folders["llama"]).generate([free, stop])
+    plain, cut = EmbeddedEngine(folders["llama"], threads=1).generate([free, stop])
     assert plain.token_ids == whole.token_ids
     assert (cut.finish_reason, cut.token_ids) == ("fence", whole.token_ids[:9])

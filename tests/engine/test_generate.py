@@ -18,6 +18,10 @@ from tests.engine.tiny import KINDS, make_model
 EXACT = 1e-4
 
 
+def engine_of(folder: Path, *, threads: int = 1, max_kv_tokens: int | None = None) -> EmbeddedEngine:
+    return EmbeddedEngine(folder, threads=threads, max_kv_tokens=max_kv_tokens)
+
+
 def ids(length: int, salt: int) -> tuple[int, ...]:
     """Some ordinary token ids."""
     return tuple(3 + (salt * 7919 + i * i * 31 + i * 17) % 250 for i in range(length))
@@ -72,7 +76,7 @@ def assert_same(got: Sequence[GenerateResult], wanted: Sequence[GenerateResult])
 def test_logprobs_are_those_of_transformers_over_three_turns(
     kind: str, folders: dict[str, Path], references: dict[str, torch.nn.Module]
 ) -> None:
-    engine = EmbeddedEngine(folders[kind])
+    engine = engine_of(folders[kind])
     requests = a_batch()
     for _ in range(3):
         results = engine.generate(requests)
@@ -85,7 +89,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(
     kind: str, folders: dict[str, Path], references: dict[str, torch.nn.Module]
 ) -> None:
     requests = a_batch(5, temperature=0.0)
-    results = EmbeddedEngine(folders[kind]).generate(requests)
+    results = engine_of(folders[kind]).generate(requests)
     for r, done in zip(requests, results, strict=True):
         prompt = torch.tensor([r.prompt_ids])
         whole = references[kind].generate(  # type: ignore[operator]
@@ -96,7 +100,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(
 
 
 def test_a_later_turn_from_cached_keys_equals_the_turn_from_scratch(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     first = a_batch()
     second = next_turn(first, engine.generate(first))
     before = replace(engine.stats)
@@ -105,11 +109,11 @@ def test_a_later_turn_from_cached_keys_equals_the_turn_from_scratch(folders: dic
     # the last sampled token of each row, and its observation, are all that is new
     assert spent.prefill_tokens == sum(1 + 2 + 3 * i for i in range(7))
     assert spent.reused_tokens == spent.prompt_tokens - spent.prefill_tokens
-    assert_same(results, EmbeddedEngine(folders["llama"]).generate(second))
+    assert_same(results, engine_of(folders["llama"]).generate(second))
 
 
 def test_shared_and_equal_prompts_are_computed_once(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     requests = [request(f"{g}-{i}", SHARED + ids(5 + g, g + 1), order=4 * g + i) for g in range(3) for i in range(4)]
     engine.generate(requests)
     assert engine.stats.prefill_tokens == 40 + 5 + 6 + 7
@@ -117,20 +121,38 @@ def test_shared_and_equal_prompts_are_computed_once(folders: dict[str, Path]) ->
 
 
 def test_a_row_does_not_depend_on_its_neighbours(folders: dict[str, Path]) -> None:
-    together = EmbeddedEngine(folders["qwen3"]).generate(a_batch())
-    alone = [EmbeddedEngine(folders["qwen3"]).generate([r])[0] for r in a_batch()]
+    together = engine_of(folders["qwen3"]).generate(a_batch())
+    alone = [engine_of(folders["qwen3"]).generate([r])[0] for r in a_batch()]
     assert_same(together, alone)
 
 
 def test_the_same_batch_repeats_bit_for_bit_whatever_order_it_is_given_in(folders: dict[str, Path]) -> None:
     requests = a_batch()
-    first = EmbeddedEngine(folders["llama"]).generate(requests)
-    again = EmbeddedEngine(folders["llama"]).generate(requests[::-1])[::-1]
+    first = engine_of(folders["llama"]).generate(requests)
+    again = engine_of(folders["llama"]).generate(requests[::-1])[::-1]
     assert first == again
 
 
+def test_threads_share_the_rows_and_change_no_token_nor_torchs_own_setting(
+    folders: dict[str, Path], references: dict[str, torch.nn.Module]
+) -> None:
+    before = torch.get_num_threads()
+    one, two, again = (engine_of(folders["llama"], threads=threads) for threads in (1, 2, 2))
+    first = a_batch(17, max_tokens=5)
+    results = two.generate(first)
+    assert again.generate(first) == results  # bit for bit
+    assert_same(results, one.generate(first))
+    second = next_turn(first, results)
+    results = two.generate(second)
+    assert again.generate(second) == results
+    assert_exact(references["llama"], second, results)
+    assert two.stats.decoded_tokens == 2 * 17 * 5
+    assert two.stats.batches == 4
+    assert torch.get_num_threads() == before
+
+
 def test_seeds_make_the_difference_between_equal_prompts(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     results = engine.generate([request(f"s{i}", SHARED, seed=i % 3, temperature=1.5) for i in range(6)])
     assert [r.token_ids for r in results[:3]] == [r.token_ids for r in results[3:]]
     assert len({r.token_ids for r in results}) == 3
@@ -141,7 +163,7 @@ def test_seeds_make_the_difference_between_equal_prompts(folders: dict[str, Path
 def test_rows_end_at_their_own_time_and_the_others_go_on(
     folders: dict[str, Path], references: dict[str, torch.nn.Module]
 ) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     requests = [
         replace(r, sampling=replace(r.sampling, max_tokens=n))
         for r, n in zip(a_batch(), (3, 12, 1, 7, 20, 2, 5), strict=True)
@@ -156,17 +178,17 @@ def test_rows_end_at_their_own_time_and_the_others_go_on(
 
 
 def test_a_stop_token_ends_the_turn_and_is_kept(folders: dict[str, Path]) -> None:
-    free = EmbeddedEngine(folders["llama"]).generate([request("s", SHARED, max_tokens=30)])[0]
+    free = engine_of(folders["llama"]).generate([request("s", SHARED, max_tokens=30)])[0]
     token = free.token_ids[5]
     end = free.token_ids.index(token) + 1
-    stopped = EmbeddedEngine(folders["llama"]).generate([request("s", SHARED, max_tokens=30, stop_token_ids=(token,))])
+    stopped = engine_of(folders["llama"]).generate([request("s", SHARED, max_tokens=30, stop_token_ids=(token,))])
     assert_same(
         stopped, [replace(free, token_ids=free.token_ids[:end], logprobs=free.logprobs[:end], finish_reason="stop")]
     )
 
 
 def test_the_window_clamps_the_turn_and_a_full_window_gives_an_empty_one(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     assert engine.context_window == 256
     clamped, full, fits = engine.generate(
         [
@@ -187,14 +209,14 @@ def test_a_cancelled_row_aborts_and_its_neighbours_finish(folders: dict[str, Pat
         asked.append(r.session_id)
         return r.session_id == "s1" and asked.count("s1") > 4
 
-    results = EmbeddedEngine(folders["llama"]).generate(a_batch(3), cancelled=cancelled)
-    undisturbed = EmbeddedEngine(folders["llama"]).generate(a_batch(3))
+    results = engine_of(folders["llama"]).generate(a_batch(3), cancelled=cancelled)
+    undisturbed = engine_of(folders["llama"]).generate(a_batch(3))
     assert (results[1].finish_reason, results[1].token_ids) == ("abort", undisturbed[1].token_ids[:4])
     assert_same([results[0], results[2]], [undisturbed[0], undisturbed[2]])
 
 
 def test_an_evicted_session_gives_the_same_tokens_and_memory_stays_bounded(folders: dict[str, Path]) -> None:
-    roomy, tight = EmbeddedEngine(folders["llama"]), EmbeddedEngine(folders["llama"], max_kv_tokens=100)
+    roomy, tight = engine_of(folders["llama"]), engine_of(folders["llama"], max_kv_tokens=100)
     requests = a_batch()
     for _ in range(3):
         results = roomy.generate(requests)
@@ -208,7 +230,7 @@ def test_an_evicted_session_gives_the_same_tokens_and_memory_stays_bounded(folde
 def test_a_session_that_rolls_back_or_branches_is_exact(
     folders: dict[str, Path], references: dict[str, torch.nn.Module]
 ) -> None:
-    engine = EmbeddedEngine(folders["qwen2"])
+    engine = engine_of(folders["qwen2"])
     first = a_batch(4)
     second = next_turn(first, engine.generate(first))
     engine.generate(second)
@@ -221,7 +243,7 @@ def test_a_session_that_rolls_back_or_branches_is_exact(
 def test_two_calls_on_one_session_in_one_batch_are_two_rows(
     folders: dict[str, Path], references: dict[str, torch.nn.Module]
 ) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     first = [request("s", SHARED)]
     parent = next_turn(first, engine.generate(first))[0]
     pair = [parent, replace(parent, prompt_ids=(*parent.prompt_ids, 9), sampling=replace(parent.sampling, seed=5))]
@@ -229,7 +251,7 @@ def test_two_calls_on_one_session_in_one_batch_are_two_rows(
 
 
 def test_a_released_session_is_computed_anew(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     first = [request("s", ids(20, 1))]
     engine.generate(first)
     engine.release("s")
@@ -242,15 +264,16 @@ def test_a_released_session_is_computed_anew(folders: dict[str, Path]) -> None:
 def test_a_long_prompt_is_computed_in_pieces(
     folders: dict[str, Path], references: dict[str, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("termrl.engine.transformers._PASS_TOKENS", 24)
-    engine = EmbeddedEngine(folders["llama"])
+    monkeypatch.setattr("termrl.engine.planning.PASS_TOKENS", 24)
+    monkeypatch.setattr("termrl.engine.runner.PASS_TOKENS", 24)
+    engine = engine_of(folders["llama"])
     requests = [request(f"s{i}", SHARED + ids(20 + 60 * i, i + 1), order=i) for i in range(3)]
     assert_exact(references["llama"], requests, engine.generate(requests))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_take_effect_and_forget_the_caches(kind: str, folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders[kind])
+    engine = engine_of(folders[kind])
     model = make_model(kind)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -277,7 +300,7 @@ def test_new_weights_take_effect_and_forget_the_caches(kind: str, folders: dict[
 
 
 def test_unknown_or_misshapen_weights_are_refused_by_name(folders: dict[str, Path]) -> None:
-    engine = EmbeddedEngine(folders["llama"])
+    engine = engine_of(folders["llama"])
     with pytest.raises(ModelError, match=r"model\.layers\.0\.nothing\.weight"):
         engine.set_weights({"model.layers.0.nothing.weight": torch.zeros(1)}, 1)
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(3,\)"):
@@ -297,7 +320,7 @@ def test_unknown_or_misshapen_weights_are_refused_by_name(folders: dict[str, Pat
 )
 def test_a_malformed_request_is_refused(bad: GenerateRequest, folders: dict[str, Path]) -> None:
     with pytest.raises(PolicyError):
-        EmbeddedEngine(folders["llama"]).generate([bad])
+        engine_of(folders["llama"]).generate([bad])
 
 
 def test_top_k_and_top_p_are_sampled_with_renormalised_logprobs(
@@ -308,7 +331,7 @@ def test_top_k_and_top_p_are_sampled_with_renormalised_logprobs(
         request("p", SHARED, top_p=0.6, temperature=2.0, max_tokens=30),
         request("plain", SHARED, temperature=2.0, max_tokens=30),
     ]
-    k, p, plain = EmbeddedEngine(folders["llama"]).generate(requests)
+    k, p, plain = engine_of(folders["llama"]).generate(requests)
     assert_exact(references["llama"], requests[2:], [plain])
     for r, done, kept in ((requests[0], k, lambda q: q.topk(3).values), (requests[1], p, nucleus)):
         with torch.no_grad():

@@ -13,16 +13,16 @@ from termrl.capture.upstreams import GenerateRequest, GenerateResult
 from termrl.engine.transformers import EmbeddedEngine
 from termrl.engine.upstream import EmbeddedUpstream
 from termrl.errors import PolicyError
-from tests.engine.test_generate import a_batch, assert_same, ids, next_turn, request
+from tests.engine.test_generate import a_batch, assert_same, engine_of, ids, next_turn, request
 
 
 class WatchedEngine(EmbeddedEngine):
     """The real engine, which notes its batches and can be held at the start of one."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, threads=1)
         self.batches: list[list[int]] = []
-        self.threads: set[int] = set()
+        self.callers: set[int] = set()
         self.go = threading.Event()
         self.go.set()
         self.failure: Exception | None = None
@@ -31,7 +31,7 @@ class WatchedEngine(EmbeddedEngine):
         self, requests: Sequence[GenerateRequest], *, cancelled: Callable[[GenerateRequest], bool] | None = None
     ) -> list[GenerateResult]:
         self.batches.append([r.order for r in requests])
-        self.threads.add(threading.get_ident())
+        self.callers.add(threading.get_ident())
         assert self.go.wait(20)
         if self.failure is not None:
             raise self.failure
@@ -68,8 +68,8 @@ async def test_a_batch_starts_when_every_entered_episode_waits(
     assert engine.batches == []
     results = [await upstream.generate(requests[1]), *(await asyncio.gather(*calls))]
     assert engine.batches == [[0, 1, 2]]
-    assert_same([results[2], results[0], results[1]], EmbeddedEngine(engine.model_dir).generate(requests))
-    assert threading.get_ident() not in engine.threads
+    assert_same([results[2], results[0], results[1]], engine_of(engine.model_dir).generate(requests))
+    assert threading.get_ident() not in engine.callers
 
 
 async def test_episodes_that_finish_turns_at_random_times_give_the_same_bits(folders: dict[str, Path]) -> None:
@@ -145,7 +145,7 @@ async def test_cancelling_a_running_call_leaves_the_others_alone(
     engine.go.set()
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(results[1], asyncio.CancelledError)
-    alone = EmbeddedEngine(engine.model_dir).generate(a_batch(3))
+    alone = engine_of(engine.model_dir).generate(a_batch(3))
     assert_same([results[0], results[2]], [alone[0], alone[2]])  # type: ignore[list-item]
     assert engine.stats.decoded_tokens == 24  # none for the cancelled row
 

@@ -19,6 +19,8 @@ from transformers import (
 
 KINDS = ("llama", "qwen2", "qwen3")
 SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "tie_word_embeddings": False,
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
@@ -51,19 +53,19 @@ def save_tokenizer(folder: Path, *, template: bool = True) -> PreTrainedTokenize
     return tokenizer
 
 
+def _shape(changes: dict[str, Any], **own: Any) -> dict[str, Any]:
+    return SHAPE | own | changes
+
+
 def make_model(kind: str, **changes: Any) -> Any:
     """A random model; norms and biases are random too, so that none can be left out unseen."""
     torch.manual_seed(7)
-    shape: dict[str, Any] = SHAPE | {
-        "vocab_size": 512 if kind == "llama" else 300,
-        "tie_word_embeddings": kind == "llama",
-    }
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**(shape | changes)))
+        model = LlamaForCausalLM(LlamaConfig(**_shape(changes, vocab_size=512, tie_word_embeddings=True)))
     elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**(shape | changes)))
+        model = Qwen2ForCausalLM(Qwen2Config(**_shape(changes)))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**(shape | {"head_dim": 16} | changes)))
+        model = Qwen3ForCausalLM(Qwen3Config(**_shape(changes, head_dim=16)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,32 @@ def test_other_models_are_refused_by_name(tiny: Path, tmp_path: Path, change: di
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         Trainer(tmp_path, TrainingConfig(), seed=0)
+
+
+def threads_of_a_new_thread() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+def test_packs_on_several_threads_give_the_same_gradient_and_the_same_bits_each_time(tiny: Path) -> None:
+    samples = make_samples(14, groups=6, size=6)
+    alone = make_trainer(tiny, dtype="float64").gradients(samples)
+    trainer = make_trainer(tiny, dtype="float64", micro_batch_tokens=40)
+    torch.set_num_threads(3)
+    before = torch.get_num_threads(), threads_of_a_new_thread()
+    first = trainer.gradients(samples)
+    assert distance(first, alone) <= 1e-10
+    assert all(same(trainer.gradients(samples), first) for _ in range(5))
+    assert (torch.get_num_threads(), threads_of_a_new_thread()) == before
+
+
+def test_an_error_on_a_thread_is_raised(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr("termrl.training.trainer.policy_loss", fail)
+    trainer = make_trainer(tiny, micro_batch_tokens=20)
+    torch.set_num_threads(2)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        trainer.update(make_samples(0))
+    assert trainer.step == 0

@@ -36,27 +36,27 @@ def _first_steps() -> Opening:
             _bash("pwd"),
             "/app",
             "TASK_COMPLETE",
-            "Run cat path.txt, then count the words of the file that it names.",
-            _bash("cat path.txt"),
+            "Run cat chair.txt, then count the words of the file that it names.",
+            _bash("cat chair.txt"),
             "blue.md",
             _bash("wc -w blue.md"),
             "12 blue.md",
             "TASK_COMPLETE",
-            "Make a link named stone.txt to the file brick.txt.",
-            _bash("ln -s brick.txt stone.txt"),
+            "Make a link named table.txt to the file bread.txt.",
+            _bash("ln -s bread.txt table.txt"),
             NO_OUTPUT,
             "TASK_COMPLETE",
-            "Run cat owner.txt, then greet the person that it shows.",
-            _bash("cat owner.txt"),
+            "Run cat horse.txt, then greet the person that it shows.",
+            _bash("cat horse.txt"),
             "river",
             _bash("echo hello river"),
             "hello river",
             "TASK_COMPLETE",
-            "Run cat place.txt, then show the size of the file that it names.",
-            _bash("cat place.txt"),
-            "hill.md",
-            _bash("wc -c hill.md"),
-            "31 hill.md",
+            "Run cat window.txt, then show the size of the file that it names.",
+            _bash("cat window.txt"),
+            "lemon.md",
+            _bash("wc -c lemon.md"),
+            "31 lemon.md",
             "TASK_COMPLETE",
         )
     )
@@ -101,7 +101,7 @@ OPENINGS = tuple(_OPENINGS)
 def opening(name: str) -> Opening:
     """The opening called ``name`` (one of :data:`OPENINGS`).
 
-    ``first-steps`` is short, with three demonstrations, for models of a few hundred million parameters;
+    ``first-steps`` is short, with five demonstrations, for models of a few hundred million parameters;
     ``terminal-bench`` states the rules in full, without demonstrations, for models that follow instructions.
 
     Raises:

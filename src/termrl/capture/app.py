@@ -144,6 +144,11 @@ class SessionServer:
         del self._sessions[session_id]
         self._release_when_idle(session)
 
+    async def settle(self) -> None:
+        """Return when the engine has forgotten every deleted session."""
+        while self._releases:
+            await asyncio.wait(set(self._releases))
+
     async def aclose(self) -> None:
         """Cancel every generation in flight, refuse new sessions and forget the others. Idempotent."""
         self._closing = True
@@ -151,8 +156,7 @@ class SessionServer:
             for task in list(session.running):
                 task.cancel()
             self.delete_session(session.session_id)
-        while self._releases:
-            await asyncio.wait(set(self._releases))
+        await self.settle()
 
     def _session(self, session_id: str) -> PolicySession:
         session = self._sessions.get(session_id)

@@ -302,7 +302,10 @@ class PackageRenderer:
                 hint="install termrl[capture], which brings renderers for GLM, DeepSeek, Qwen3 and others",
             ) from error
         self._tokenizer = tokenizer
-        self._renderer = package.create_renderer(tokenizer)
+        try:
+            self._renderer = package.create_renderer(tokenizer)
+        except Exception as error:  # the package raises whatever its model-specific code raises
+            raise ModelError(f"{model}: the package renderers cannot render it: {error}") from error
         if type(self._renderer).__name__ == "DefaultRenderer":
             raise ModelError(
                 f"{model}: the package renderers has no renderer of its own for this model, and its default one "

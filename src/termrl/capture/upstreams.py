@@ -49,15 +49,15 @@ class GenerateResult:
     """What the engine sampled. ``logprobs[i]`` is that of ``token_ids[i]`` under the sampling distribution.
 
     ``service_s`` and ``queue_s`` are the seconds that the engine worked on the turn and that the turn waited for it;
-    ``None`` where the engine cannot tell.
+    ``None`` where the engine cannot tell. Results are compared without them.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
-    service_s: float | None = None
-    queue_s: float | None = None
+    service_s: float | None = field(default=None, compare=False)
+    queue_s: float | None = field(default=None, compare=False)
 
 
 class Upstream(Protocol):

@@ -37,7 +37,9 @@ class TrainDisplay:
         self._step = 0
         self._phase = "set-up"
         self._done = self._total = self._passed = self._graded = self._tokens = 0
-        self._since = self._training_since = time.monotonic()
+        self._since = self._training_since = self._step_ended = time.monotonic()
+        self._finished = 0
+        self._evaluation_s = 0.0
         self._header_shown = False
         self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
 
@@ -78,6 +80,8 @@ class TrainDisplay:
             self._print(_columns(_COLUMNS))
             self._header_shown = True
         self._step = step
+        self._finished += 1
+        self._step_ended = time.monotonic()
         values = (
             f"{step}/{self._steps}",
             _rate(metrics.get("rollout/raw_reward")),
@@ -96,6 +100,7 @@ class TrainDisplay:
 
     def evaluated(self, name: str, scores: EvalScores) -> None:
         """An evaluation is recorded."""
+        self._evaluation_s = time.monotonic() - self._since
         line = f"evaluation {name}: pass rate {_rate(scores.overall())} on held-out tasks"
         if scores.untrained:
             line += f", {_rate(scores.overall(untrained=True))} on untrained families"
@@ -125,11 +130,12 @@ class TrainDisplay:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _left(self) -> float | None:
-        done = self._step - self._first + 1
-        if done < 1 or not self._header_shown:
+        """Seconds until the run is over, the last evaluation included; ``None`` before the first step is done."""
+        if not self._finished or self._phase == "evaluate":
             return None
-        spent = time.monotonic() - self._training_since
-        return spent / done * (self._steps - self._step)
+        a_step = (self._step_ended - self._training_since) / self._finished
+        to_come = self._steps - (self._first - 1) - self._finished
+        return max(0.0, a_step * to_come - (time.monotonic() - self._step_ended)) + self._evaluation_s
 
     def _status(self) -> Text:
         elapsed = max(time.monotonic() - self._since, 1e-9)

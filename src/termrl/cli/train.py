@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 TERMINATED = 143
 
+SHORT_FORMS = {
+    "--sandbox": "--sandbox.backend",
+    "--model": "--model.path",
+    "--tasks": "--tasks.dir",
+    "--skip-broken": "--tasks.skip-broken",
+}
+
 
 def train(
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
@@ -39,7 +46,8 @@ def train(
     """Train a model on terminal tasks by GRPO.
 
     Settings come from defaults, then TOML files, then TERMRL_SECTION__KEY variables, then --section.key VALUE.
-    The most used: --run-dir DIR, --seed N, --steps N, --training.lr X, --rollout.groups N, --model.path NAME.
+    The most used: --run-dir DIR, --seed N, --steps N, --model NAME, --tasks DIR, --skip-broken, --sandbox NAME,
+    --training.lr X, --rollout.groups N.
 
     Parameters
     ----------
@@ -70,7 +78,8 @@ def train(
             with _figures(saved.config) as watchers:
                 model, pools = _prepare(saved.config)
                 return _run(console, saved.config, store, watchers, model=model, pools=pools, resume=True)
-    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=(*settings, *tracking_flags))
+    flags = [*map(_long, settings), *tracking_flags]
+    loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=flags)
     with _figures(loaded.config) as watchers:
         model, pools = _prepare(loaded.config)
         run_dir = _run_dir(loaded.config, config)
@@ -144,6 +153,12 @@ def _sweep() -> None:
     from termrl.sandboxes.sweep import sweep
 
     sweep()
+
+
+def _long(flag: str) -> str:
+    """A flag with its section, where a short form was given."""
+    name, equals, value = flag.partition("=")
+    return SHORT_FORMS.get(name, name) + equals + value
 
 
 def _run_dir(config: TrainConfig, files: tuple[Path, ...]) -> Path:

@@ -2,82 +2,34 @@
 
 One :meth:`EmbeddedEngine.generate` call is one batch. Its prompts' common prefix is computed once, equal prompts are
 computed once, a session's earlier turns are taken from its cached keys and values, and all that is new is computed in
-ragged passes. Rows that end leave the batch. Everything runs in the caller's thread; calls must not overlap.
+ragged passes. Rows that end leave the batch. Calls must not overlap.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from termrl.capture.upstreams import FinishReason, GenerateRequest, GenerateResult
-from termrl.engine.cache import CachedSession, KVCache
-from termrl.engine.decoder import Decoder, Prefix, Step, Workspace
+from termrl.engine.cache import KVCache
+from termrl.engine.decoder import Decoder
 from termrl.engine.folder import check_folder
-from termrl.engine.sampling import sample, uniform
+from termrl.engine.planning import Row, common_length, cut_shards
+from termrl.engine.runner import Cancelled, EngineStats, Runner
 from termrl.engine.weights import DecoderConfig, Weights
 from termrl.errors import PolicyError
 
-if TYPE_CHECKING:
-    from termrl.engine.fence import FenceWatch
+__all__ = ["EmbeddedEngine", "EngineStats"]
 
 _MIN_SHARED = 16  # tokens; a shorter common prefix is not worth a second attention part
-_PASS_TOKENS = 1024  # new tokens of one prefill pass
-_PASS_SCORES = 1 << 24  # attention scores of one prefill pass and layer
 _MEMORY_SHARE = 0.15  # of the machine's memory, for cached tokens by default; a batch's own may take as much again
-
-
-@dataclass
-class EngineStats:
-    """Running totals. ``reused_tokens`` are prompt tokens that were taken from a cache or shared in the batch."""
-
-    batches: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
-    decoded_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-    def since(self, earlier: EngineStats) -> EngineStats:
-        """The difference to an earlier copy."""
-        return EngineStats(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
-
-
-@dataclass(eq=False)
-class _Row:
-    """One request in the batch. Own tokens are those after the prefix."""
-
-    request: GenerateRequest
-    index: int
-    budget: int
-    clamped: bool
-    seed: int
-    prefix: Prefix | None = None
-    session: CachedSession | None = None
-    cached: int = 0
-    twin: _Row | None = None
-    place: int = -1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    watch: FenceWatch | None = None
-
-    @property
-    def before(self) -> int:
-        return len(self.prefix) if self.prefix is not None else 0
-
-    @property
-    def own(self) -> int:
-        """Own tokens of the prompt."""
-        return len(self.request.prompt_ids) - self.before
 
 
 class EmbeddedEngine:
@@ -85,7 +37,7 @@ class EmbeddedEngine:
 
     Args:
         model_dir: config.json, safetensors, tokenizer with chat template; model types llama, qwen2, qwen3.
-        threads: intra-op threads; ``None`` leaves torch's setting.
+        threads: cores to use; ``None`` takes all that this process may run on. Torch's own setting stays as it is.
         max_kv_tokens: bound on the tokens whose keys and values are cached between calls, and, apart, on those of
             one batch (a larger batch is cut into several); ``None`` takes a share of the machine's memory.
 
@@ -96,15 +48,14 @@ class EmbeddedEngine:
     def __init__(self, model_dir: Path, *, threads: int | None = None, max_kv_tokens: int | None = None) -> None:
         self.model_dir = check_folder(Path(model_dir))
         self.model_name = self.model_dir.name
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self.threads = threads if threads is not None else len(os.sched_getaffinity(0))
         self.config = DecoderConfig.read(self.model_dir)
-        with torch.inference_mode():
+        with torch.inference_mode(), _intra_op(1):
             self._weights = Weights.load(self.model_dir, self.config)
             self._decoder = Decoder(self._weights)
         self.max_kv_tokens = max_kv_tokens if max_kv_tokens is not None else _default_kv_tokens(self.config)
         self._cache = KVCache(self.max_kv_tokens)
-        self._space = Workspace(self.config)
+        self._runners = [Runner(self._decoder)]
         self.policy_version = 0
         self.stats = EngineStats()
 
@@ -130,7 +81,7 @@ class EmbeddedEngine:
             ModelError: an unknown name or a wrong shape.
         """
         self._cache.clear()
-        with torch.inference_mode():
+        with torch.inference_mode(), _intra_op(1):
             self._weights.update(tensors)
         self.policy_version = version
 
@@ -138,12 +89,11 @@ class EmbeddedEngine:
         """Forget what is cached for a session. Idempotent."""
         self._cache.release(session_id)
 
-    @torch.inference_mode()
     def generate(
         self,
         requests: Sequence[GenerateRequest],
         *,
-        cancelled: Callable[[GenerateRequest], bool] | None = None,
+        cancelled: Cancelled | None = None,
     ) -> list[GenerateResult]:
         """Generate one turn for each request, as one batch ordered by ``order``.
 
@@ -157,17 +107,48 @@ class EmbeddedEngine:
         Raises:
             PolicyError: a request that :meth:`check` refuses; nothing was generated then.
         """
-        results: dict[int, GenerateResult] = {}
-        rows: list[_Row] = []
+        rows: list[Row] = []
         for index in sorted(range(len(requests)), key=lambda i: requests[i].order):
             row = self._row(requests[index], index)
-            if row.budget > 0:
-                rows.append(row)
-            else:
-                results[index] = self._result(row, "context" if row.clamped else "length")
-        for batch in self._batches(rows):
-            self._generate_batch(batch, results, cancelled)
-        return [results[index] for index in range(len(requests))]
+            if row.budget == 0:
+                row.reason = "context" if row.clamped else "length"
+            rows.append(row)
+        live = [row for row in rows if row.reason is None]
+        with _intra_op(1):
+            self._find_shared(live)
+            self._run(live, cancelled)
+        for row in live:  # in row order, whatever thread ended first
+            if row.kept is not None:
+                self._cache.add_session(row.request.session_id, row.kept)
+        rows.sort(key=lambda row: row.index)
+        return [GenerateResult(tuple(r.token_ids), tuple(r.logprobs), _reason(r), self.policy_version) for r in rows]
+
+    def _run(self, rows: list[Row], cancelled: Cancelled | None) -> None:
+        """Run the rows in shards, each in a thread of its own.
+
+        Two threads that each run half the rows need no barrier at every matrix product, so they are as fast as two
+        intra-op threads on idle cores and many times as fast on busy ones.
+        """
+        if not rows:
+            return
+        shards = cut_shards(rows, self.threads)
+        while len(self._runners) < len(shards):
+            self._runners.append(Runner(self._decoder))
+        intra, bound = self.threads // len(shards), self.max_kv_tokens // len(shards)
+
+        def work(runner: Runner, shard: list[Row]) -> None:
+            torch.set_num_threads(intra)  # OpenMP keeps it for each thread
+            runner.run(shard, bound, cancelled)
+
+        if len(shards) == 1:
+            work(self._runners[0], rows)
+        else:
+            with ThreadPoolExecutor(len(shards), thread_name_prefix="termrl-engine") as pool:
+                for done in [pool.submit(work, *pair) for pair in zip(self._runners, shards, strict=False)]:
+                    done.result()
+        for runner in self._runners:
+            self.stats.add(runner.stats)
+            runner.stats = EngineStats()
 
     def check(self, request: GenerateRequest) -> None:
         """Check one request.
@@ -182,11 +163,11 @@ class EmbeddedEngine:
         if not (0 <= s.temperature < float("inf") and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
             raise PolicyError(f"{who}: temperature, top_p, top_k or max_tokens out of range: {s}")
 
-    def _row(self, request: GenerateRequest, index: int) -> _Row:
+    def _row(self, request: GenerateRequest, index: int) -> Row:
         self.check(request)
         ids, sampling = request.prompt_ids, request.sampling
         room = max(0, self.context_window - len(ids))
-        row = _Row(
+        row = Row(
             request=request,
             index=index,
             budget=min(sampling.max_tokens, room),
@@ -199,48 +180,13 @@ class EmbeddedEngine:
             row.watch = FenceWatch.of(self.model_dir)
         return row
 
-    def _batches(self, rows: list[_Row]) -> list[list[_Row]]:
-        """Cut the rows, in order, so that no batch's own tokens can exceed the bound (one row always may)."""
-        batches: list[list[_Row]] = []
-        longest = 0
-        for row in rows:
-            size = len(row.request.prompt_ids) + row.budget
-            longest = max(longest, size) if batches else size
-            if not batches or (len(batches[-1]) + 1) * longest > self.max_kv_tokens:
-                batches.append([])
-                longest = size
-            batches[-1].append(row)
-        return batches
-
-    def _generate_batch(
-        self,
-        rows: list[_Row],
-        results: dict[int, GenerateResult],
-        cancelled: Callable[[GenerateRequest], bool] | None,
-    ) -> None:
-        begun = time.perf_counter()
-        self._find_shared(rows)
-        self._find_twins(rows)
-        logits = self._prefill(rows)
-        prefilled = time.perf_counter()
-        live = sorted(rows, key=lambda row: row.place)
-        while live:
-            logits, live = self._advance(logits, live, results, cancelled)
-        self.stats.batches += 1
-        self.stats.prompt_tokens += sum(len(row.request.prompt_ids) for row in rows)
-        self.stats.prefill_s += prefilled - begun
-        self.stats.decode_s += time.perf_counter() - prefilled
-        self.stats.decoded_tokens += sum(len(row.token_ids) for row in rows)
-
-    # -- prompts ------------------------------------------------------------------------------------------------
-
-    def _find_shared(self, rows: list[_Row]) -> None:
+    def _find_shared(self, rows: list[Row]) -> None:
         """Give each row its session's cache, or else the prefix that all rows without one have in common."""
-        fresh: list[_Row] = []
+        fresh: list[Row] = []
         for row in rows:
             ids = row.request.prompt_ids
             session = self._cache.session(row.request.session_id)
-            common = min(_common(session.token_ids, ids), len(ids) - 1) if session is not None else 0
+            common = min(common_length(session.token_ids, ids), len(ids) - 1) if session is not None else 0
             prefix = session.prefix if session is not None else None
             if session is None or common == 0 or (prefix is not None and common < len(prefix)):
                 fresh.append(row)
@@ -250,190 +196,30 @@ class EmbeddedEngine:
             fresh[0].prefix = self._cache.longest_prefix(fresh[0].request.prompt_ids)
         elif fresh:
             shortest = min((row.request.prompt_ids for row in fresh), key=len)[:-1]
-            shared = shortest[: min(_common(shortest, row.request.prompt_ids) for row in fresh)]
+            shared = shortest[: min(common_length(shortest, row.request.prompt_ids) for row in fresh)]
             if len(shared) >= _MIN_SHARED:
-                prefix = self._cache.prefix(shared) or self._compute_prefix(shared)
+                prefix = self._cache.prefix(shared)
+                if prefix is None:
+                    prefix = self._runners[0].prefix(shared)
+                    self._cache.add_prefix(prefix)
                 for row in fresh:
                     row.prefix = prefix
 
-    def _compute_prefix(self, token_ids: tuple[int, ...]) -> Prefix:
-        self._space.shape(1, len(token_ids))
-        self._pass_in_pieces(0, 0, token_ids, None)
-        prefix = Prefix(token_ids, self._space.k[:, 0].clone(), self._space.v[:, 0].clone())
-        self._cache.add_prefix(prefix)
-        return prefix
 
-    def _find_twins(self, rows: list[_Row]) -> None:
-        """Rows with one prompt are computed once: the later ones point at the first."""
-        first: dict[tuple[int, ...], _Row] = {}
-        for row in rows:
-            twin = first.setdefault(row.request.prompt_ids, row)
-            if twin is not row and twin.prefix is row.prefix:
-                row.twin = twin
-
-    def _prefill(self, rows: list[_Row]) -> Tensor:
-        """Compute the prompts; returns the logits after each, ``[rows, vocab]``, by the rows' places."""
-        # rows of like length stand side by side, so that a pass pads little
-        firsts = sorted((r for r in rows if r.twin is None), key=lambda r: (r.prefix is None, r.own - r.cached, r.own))
-        placed = firsts + [r for r in rows if r.twin is not None]
-        for place, row in enumerate(placed):
-            row.place = place
-        self._space.shape(len(rows), max(row.own + row.budget for row in rows))
-        for row in firsts:
-            if row.session is not None:
-                self._space.k[:, row.place, :, : row.cached] = row.session.k[:, :, : row.cached]
-                self._space.v[:, row.place, :, : row.cached] = row.session.v[:, :, : row.cached]
-        hidden = torch.cat([self._prefill_pass(group) for group in self._passes(firsts)])
-        logits = self._decoder.logits(hidden)
-        source = [row.place if row.twin is None else row.twin.place for row in placed]
-        for row in placed:
-            if row.twin is not None:
-                self._space.copy_row(row.twin.place, row.place, row.own)
-        self.stats.reused_tokens += sum(len(r.request.prompt_ids) - (r.own - r.cached) for r in firsts)
-        self.stats.reused_tokens += sum(len(r.request.prompt_ids) for r in rows if r.twin is not None)
-        return logits if len(firsts) == len(rows) else logits[torch.tensor(source)]
-
-    def _passes(self, rows: list[_Row]) -> list[list[_Row]]:
-        """Cut the rows, in place order, into passes of bounded work and memory."""
-        passes: list[list[_Row]] = []
-        tokens = 0
-        for row in rows:
-            new = row.own - row.cached
-            longest = max(row.own for row in passes[-1]) if passes else 0
-            scores = (len(passes[-1]) + 1) * new * (max(longest, row.own) + row.before) if passes else 0
-            full = tokens + new > _PASS_TOKENS or scores * self.config.heads > _PASS_SCORES
-            if not passes or full:
-                passes.append([])
-                tokens = 0
-            passes[-1].append(row)
-            tokens += new
-        return passes
-
-    def _prefill_pass(self, rows: list[_Row]) -> Tensor:
-        new = [row.request.prompt_ids[row.before + row.cached :] for row in rows]
-        if len(rows) == 1:
-            return self._pass_in_pieces(rows[0].place, rows[0].cached, new[0], rows[0].prefix)
-        step = Step(
-            token_ids=torch.tensor([i for ids in new for i in ids]),
-            lo=rows[0].place,
-            hi=rows[-1].place + 1,
-            starts=torch.tensor([row.cached for row in rows]),
-            counts=torch.tensor([len(ids) for ids in new]),
-            prefixes=_prefixes(rows),
-        )
-        self.stats.prefill_tokens += len(step.token_ids)
-        return self._decoder.forward(step, self._space)
-
-    def _pass_in_pieces(self, place: int, start: int, token_ids: Sequence[int], prefix: Prefix | None) -> Tensor:
-        """Run one row's new tokens, however many, in pieces whose attention scores stay bounded."""
-        reach = start + len(token_ids) + (len(prefix) if prefix else 0)
-        size = max(16, min(_PASS_TOKENS, _PASS_SCORES // (self.config.heads * reach)))
-        edges = [*range(0, len(token_ids), size), len(token_ids)]
-        hidden = torch.empty(0)
-        for lo, hi in pairwise(edges):
-            step = Step(
-                token_ids=torch.tensor(token_ids[lo:hi]),
-                lo=place,
-                hi=place + 1,
-                starts=torch.tensor([start + lo]),
-                counts=torch.tensor([hi - lo]),
-                prefixes=[(prefix, None)] if prefix is not None else [],
-            )
-            hidden = self._decoder.forward(step, self._space)
-        self.stats.prefill_tokens += len(token_ids)
-        return hidden
-
-    # -- completions --------------------------------------------------------------------------------------------
-
-    def _advance(
-        self,
-        logits: Tensor,
-        live: list[_Row],
-        results: dict[int, GenerateResult],
-        cancelled: Callable[[GenerateRequest], bool] | None,
-    ) -> tuple[Tensor, list[_Row]]:
-        """Sample one token a live row, retire the rows that end, and run the rest one token on."""
-        numbers = [uniform(row.seed, len(row.token_ids)) for row in live]
-        tokens, logprobs = sample(logits, [row.request.sampling for row in live], numbers)
-        ended: list[_Row] = []
-        for row, token, logprob in zip(live, tokens, logprobs, strict=True):
-            reason = self._take(row, token, logprob, cancelled)
-            if reason is not None:
-                results[row.index] = self._result(row, reason)
-                ended.append(row)
-        if ended:
-            live = self._retire(live, ended)
-        if not live:
-            return logits, live
-        step = Step(
-            token_ids=torch.tensor([row.token_ids[-1] for row in live]),
-            lo=0,
-            hi=len(live),
-            starts=torch.tensor([row.own + len(row.token_ids) - 1 for row in live]),
-            counts=torch.ones(len(live), dtype=torch.int64),
-            prefixes=_prefixes(live),
-        )
-        return self._decoder.logits(self._decoder.forward(step, self._space)), live
-
-    def _take(
-        self, row: _Row, token: int, logprob: float, cancelled: Callable[[GenerateRequest], bool] | None
-    ) -> FinishReason | None:
-        """Append a sampled token; the reason if the turn ends with it."""
-        if cancelled is not None and cancelled(row.request):
-            return "abort"
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        if token in row.request.sampling.stop_token_ids:
-            return "stop"
-        if row.watch is not None and row.watch.closed(row.token_ids):
-            return "fence"
-        if len(row.token_ids) == row.budget:
-            return "context" if row.clamped else "length"
-        return None
-
-    def _retire(self, live: list[_Row], ended: list[_Row]) -> list[_Row]:
-        """Cache the ended rows' keys and values and close the gaps with the last rows."""
-        for row in ended:
-            self._keep(row)
-        live = list(live)
-        for row in sorted(ended, key=lambda row: row.place, reverse=True):
-            last = live.pop()
-            if last is not row:
-                self._space.copy_row(last.place, row.place, last.own + len(last.token_ids) - 1)
-                last.place = row.place
-                live[row.place] = last
-        return live
-
-    def _keep(self, row: _Row) -> None:
-        done = row.token_ids[:-1]  # the last token was sampled but not run
-        own = row.own + len(done)
-        session = CachedSession(
-            token_ids=[*row.request.prompt_ids, *done],
-            prefix=row.prefix,
-            k=self._space.k[:, row.place, :, :own].clone(memory_format=torch.contiguous_format),
-            v=self._space.v[:, row.place, :, :own].clone(memory_format=torch.contiguous_format),
-        )
-        self._cache.add_session(row.request.session_id, session)
-
-    def _result(self, row: _Row, reason: FinishReason) -> GenerateResult:
-        return GenerateResult(tuple(row.token_ids), tuple(row.logprobs), reason, self.policy_version)
+@contextmanager
+def _intra_op(threads: int) -> Iterator[None]:
+    """Torch's intra-op threads within, as they were after."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
-
-
-def _prefixes(rows: list[_Row]) -> list[tuple[Prefix, Tensor | None]]:
-    """The distinct prefixes of these rows, each with the rows that have it (``None``: all of them)."""
-    members: dict[int, list[int]] = {}
-    known: dict[int, Prefix] = {}
-    for i, row in enumerate(rows):
-        if row.prefix is not None:
-            known[id(row.prefix)] = row.prefix
-            members.setdefault(id(row.prefix), []).append(i)
-    return [(known[key], None if len(which) == len(rows) else torch.tensor(which)) for key, which in members.items()]
+def _reason(row: Row) -> FinishReason:
+    assert row.reason is not None
+    return row.reason
 
 
 def _default_kv_tokens(config: DecoderConfig) -> int:

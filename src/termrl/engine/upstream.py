@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from termrl.capture.upstreams import GenerateRequest, GenerateResult
@@ -36,6 +38,7 @@ class _Call:
         self.request = request
         self.future = future
         self.cancelled = threading.Event()
+        self.made = time.monotonic()
 
 
 class EmbeddedUpstream:
@@ -173,7 +176,9 @@ class EmbeddedUpstream:
         except Exception as error:  # whatever the engine raised ends every call of the batch, with its reason
             reason = error.message if isinstance(error, TermrlError) else f"{type(error).__name__}: {error}"
             for call in [*calls, *self._waiting]:
-                _fail(call, PolicyError(f"the embedded engine failed: {reason}"))
+                failure = PolicyError(f"the embedded engine failed: {reason}")
+                failure.__cause__ = error
+                _fail(call, failure)
         finally:
             self._running = []
             # the ended calls' episodes get a chance to leave or call again before the gate is looked at
@@ -181,10 +186,18 @@ class EmbeddedUpstream:
 
     def _generate(self, calls: list[_Call]) -> list[GenerateResult]:
         by_request = {id(call.request): call for call in calls}
-        return self.engine.generate(
+        begun = time.monotonic()
+        results = self.engine.generate(
             [call.request for call in calls],
             cancelled=lambda request: by_request[id(request)].cancelled.is_set(),
         )
+        ended = time.monotonic()
+        # the rows share one machine: a turn's service is its share, so that a wall cap means the same in any batch
+        share = (ended - begun) / len(calls)
+        return [
+            replace(result, service_s=share, queue_s=max(0.0, ended - call.made - share))
+            for call, result in zip(calls, results, strict=True)
+        ]
 
 
 def _fail(call: _Call, error: PolicyError) -> None:

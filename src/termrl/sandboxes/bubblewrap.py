@@ -25,7 +25,7 @@ from termrl.sandboxes.channel import Channel, pair
 from termrl.sandboxes.client import START_S, ResidentSandbox, packed
 from termrl.sandboxes.host import NOBODY, kernel_version, memory_mb, state_folder
 from termrl.sandboxes.stage import Stage, stage
-from termrl.sandboxes.sweep import Owner, sweep
+from termrl.sandboxes.sweep import Owner, processes_of, sweep
 
 DEFAULT_MEMORY_MB = 2048
 DEFAULT_STORAGE_MB = 1024
@@ -79,10 +79,11 @@ class BubblewrapProvider(SandboxProvider):
     def limits(self) -> str:
         """What bounds a sandbox on this machine, in one line."""
         files = f"tmpfs of at most {self._storage_mb} MiB"
-        if self._groups is not None:
-            return f"memory and processes by cgroups v{self._groups.roots.version}, {files}"
-        processes = "processes by RLIMIT_NPROC" if _nproc_counts_by_sandbox() else "processes by watching"
-        return f"no cgroups: memory by RLIMIT_DATA and watching, {processes}, {files}"
+        by_rlimit = "RLIMIT_NPROC" if _nproc_counts_by_sandbox() else "watching"
+        if self._groups is None:
+            return f"no cgroups: memory by RLIMIT_DATA and watching, processes by {by_rlimit}, {files}"
+        groups = f"cgroups v{self._groups.roots.version}"
+        return f"memory by {groups}, processes by {groups if self._groups.counts_processes else by_rlimit}, {files}"
 
     def refusal(self, spec: SandboxSpec) -> str | None:
         if not spec.host_userland:
@@ -118,6 +119,10 @@ class BubblewrapProvider(SandboxProvider):
         self._release()
         atexit.unregister(self._release)
 
+    def processes(self) -> list[int]:
+        """This machine's process ids of the launcher, bubblewrap and the residents."""
+        return processes_of(self._owner.folder)
+
     def kill(self, name: str) -> None:
         """Kill a sandbox's bubblewrap from outside."""
         if self._channel is not None:
@@ -140,7 +145,10 @@ class BubblewrapProvider(SandboxProvider):
             with theirs:
                 sandbox.attach(ours)
                 storage_mb = min(spec.storage_mb or DEFAULT_STORAGE_MB, self._storage_mb)
-                argv = layout.bwrap_arguments(self._stage, sandbox.tests, self._empty, storage_mb=storage_mb)
+                label = f"{self._owner.name}/{name}"
+                argv = layout.bwrap_arguments(
+                    self._stage, sandbox.tests, self._empty, storage_mb=storage_mb, label=label
+                )
                 launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
             await asyncio.wait_for(sandbox.started, START_S)
             await self._furnish(sandbox, storage_mb)
@@ -187,9 +195,19 @@ class BubblewrapProvider(SandboxProvider):
         if roots is None:
             return None
         try:
-            return Groups(roots, self._owner.name)
+            return Groups(roots, self._owner.name, pids=not _nproc_counts_by_sandbox())
         except OSError:
             return None
+
+    def _adopt(self, launcher: int) -> None:
+        """Put the launcher into our cgroups; where that is not permitted, do without them."""
+        if self._groups is None:
+            return
+        try:
+            self._groups.adopt(launcher)
+        except OSError:
+            self._groups.remove()
+            self._groups = None
 
     def _open_launcher(self) -> Channel:
         loop = asyncio.get_running_loop()
@@ -207,7 +225,7 @@ class BubblewrapProvider(SandboxProvider):
         ours, theirs = pair()
         with theirs:
             argv = self._stage.argv(str(self._stage.folder), "launcher")
-            argv.append(str(self._owner.folder) + "/")
+            argv.append(f"{self._owner.name}/launcher")
             ids: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
             launcher = subprocess.Popen(
                 argv,
@@ -223,6 +241,7 @@ class BubblewrapProvider(SandboxProvider):
         # Root may say that a sandbox dies before the trainer does when the machine runs out of memory.
         with contextlib.suppress(OSError):
             Path(f"/proc/{launcher.pid}/oom_score_adj").write_text("300")
+        self._adopt(launcher.pid)
         self._channel = Channel(ours, self._launched, self._launcher_gone, max_splits=3)
         return self._channel
 

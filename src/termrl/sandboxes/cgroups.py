@@ -1,7 +1,11 @@
 """Memory, process and CPU limits by cgroups, version 1 or 2, where this process may make groups; else nothing.
 
 Groups are made beside or below the group that this process is in, named ``termrl-<owner>``, one sub-group for each
-sandbox. Interface: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/.
+sandbox and one for the launcher. To move a process into a group takes the kernel up to 20 ms (it waits for an RCU grace
+period), so a sandbox is moved while its caller does other things, and version 1's second hierarchy for processes is
+used only where RLIMIT_NPROC does not do the same.
+
+Interface: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ def find_roots() -> Roots | None:
                 folder = mounts[controller]
             if os.access(folder, os.W_OK):
                 folders[controller] = folder
-    return Roots(1, folders) if "memory" in folders and "pids" in folders else None
+    return Roots(1, folders) if "memory" in folders else None
 
 
 @dataclass
@@ -84,17 +88,30 @@ class Group:
 
 
 class Groups:
-    """The cgroups of one owner."""
+    """The cgroups of one owner; ``pids`` says whether version 1 is to count processes."""
 
-    def __init__(self, roots: Roots, owner: str) -> None:
+    def __init__(self, roots: Roots, owner: str, *, pids: bool) -> None:
         self.roots = roots
-        self._tops = {name: folder / f"termrl-{owner}" for name, folder in roots.folders.items()}
+        names = [name for name in roots.folders if pids or name != "pids"]
+        self.counts_processes = roots.version == 2 or "pids" in names
+        self._tops = {name: roots.folders[name] / f"termrl-{owner}" for name in names}
         for top in self._tops.values():
             top.mkdir(exist_ok=True)
             if roots.version == 2:
                 (top / "cgroup.subtree_control").write_text("+memory +pids")
                 with contextlib.suppress(OSError):
                     (top / "cgroup.subtree_control").write_text("+cpu")
+
+    def adopt(self, pid: int) -> None:
+        """Move the launcher into a group of its own, without limits, so that what it starts is moved within ours.
+
+        Raises:
+            OSError: not permitted; these groups cannot be used.
+        """
+        for top in self._tops.values():
+            folder = top / "launcher"
+            folder.mkdir(exist_ok=True)
+            (folder / "cgroup.procs").write_text(str(pid))
 
     def create(self, name: str, *, memory_bytes: int, pids: int, cpus: float | None) -> Group:
         """A group with limits; ``cpus`` ``None`` leaves CPU time unlimited.
@@ -117,7 +134,8 @@ class Groups:
         return group
 
     def _limit(self, group: Group, memory_bytes: int, pids: int, cpus: float | None) -> None:
-        by_name = dict(zip(self._tops, group.folders, strict=False))
+        by_name = {folder.parent: folder for folder in group.folders}
+        by_name = {name: by_name[top] for name, top in self._tops.items() if top in by_name}
         if self.roots.version == 2:
             group.memory = by_name["unified"]
             (group.memory / "memory.max").write_text(str(memory_bytes))
@@ -129,7 +147,8 @@ class Groups:
             return
         group.memory = by_name["memory"]
         (group.memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
-        (by_name["pids"] / "pids.max").write_text(str(pids))
+        if "pids" in by_name:
+            (by_name["pids"] / "pids.max").write_text(str(pids))
         if "cpu" in by_name and cpus is not None:
             (by_name["cpu"] / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (by_name["cpu"] / "cpu.cfs_quota_us").write_text(str(int(cpus * _PERIOD_US)))

@@ -52,6 +52,7 @@ class ResidentSandbox(Sandbox):
         self._keeper = keeper
         self._folder = folder
         self._group: Group | None = None
+        self._joining: asyncio.Task[None] | None = None
         self._ooms = 0
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[_Answer]] = {}
@@ -82,6 +83,7 @@ class ResidentSandbox(Sandbox):
             raise CommandError("the command holds a NUL byte", hint="a shell command cannot hold one")
         fields = [f"{timeout_s:.6f}".encode(), str(output_limit).encode(), where, str(len(entries)).encode(), *entries]
         number = next(self._numbers)
+        await self._joined()
         with contextlib.ExitStack() as held:
             fds = []
             if len(text) > _INLINE_COMMAND:
@@ -159,14 +161,24 @@ class ResidentSandbox(Sandbox):
         self._channel = Channel(sock, self._packet, self._gone, max_splits=2)
 
     def join(self, group: Group) -> None:
-        """Put the first process, and so all that follow, into a cgroup, which is removed with the sandbox.
+        """Begin to move the first process, and so all that follow, into a cgroup, which is removed with the sandbox.
 
-        Raises:
-            OSError: not permitted.
+        No command runs before that is done.
         """
         self._group = group
         if self._channel is not None and self._channel.peer_pid:
-            group.add(self._channel.peer_pid)
+            move = asyncio.to_thread(group.add, self._channel.peer_pid)
+            self._joining = asyncio.get_running_loop().create_task(move)
+
+    async def _joined(self) -> None:
+        if self._joining is None:
+            return
+        try:
+            await asyncio.shield(self._joining)
+        except OSError as error:
+            self._lose(f"cannot be moved into its cgroup: {error.strerror}")
+            self._check()
+        self._joining = None
 
     async def furnish(self, fields: Sequence[bytes], fds: Sequence[int]) -> None:
         """Have the resident make the file system and take the limits."""
@@ -260,6 +272,10 @@ class ResidentSandbox(Sandbox):
         self._keeper.forget(self.id)
         with contextlib.suppress(OSError):
             archive.remove(os.fsencode(self._folder))
+        if self._joining is not None:
+            await asyncio.wait([self._joining])
+            # Moving a process that has ended is no error.
+            self._joining.exception()
         if self._group is not None:
             for _ in range(100):
                 if self._group.remove():

@@ -74,12 +74,13 @@ def host_userland_missing() -> str | None:
     return None
 
 
-def bwrap_arguments(stage: Stage, tests: Path, empty: Path, *, storage_mb: int) -> list[str]:
+def bwrap_arguments(stage: Stage, tests: Path, empty: Path, *, storage_mb: int, label: str) -> list[str]:
     """The command line that starts one sandbox, its resident being the first process.
 
     Args:
         tests: the host folder that is seen, read-only, as /tests.
         empty: an empty host file.
+        label: put on the first process's command line, where a sweep finds it.
     """
     args = [str(stage.bwrap)]
     args += ["--unshare-user", "--uid", "0", "--gid", "0", "--disable-userns"]
@@ -98,7 +99,7 @@ def bwrap_arguments(stage: Stage, tests: Path, empty: Path, *, storage_mb: int) 
     args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777"]
     args += [*_sized(min(_SHM_MB, storage_mb), "/dev/shm"), "--remount-ro", "/dev"]
     args += ["--ro-bind", str(tests), "/tests", "--ro-bind", str(stage.folder), INSIDE, "--chdir", "/", "--"]
-    return args + stage.argv(INSIDE, "resident")
+    return [*args, *stage.argv(INSIDE, "resident"), label]
 
 
 def etc_archive() -> int:

@@ -2,8 +2,8 @@
 
 Each provider claims a folder ``owners/<name>`` in the state folder. Its ``owner`` file says which process it is (pid,
 start time, boot, pid namespace) and is locked for as long as that process lives. Everything of the owner can be found
-from the folder's path alone: sandboxes' folders lie in it, cgroups carry its name, processes have it on their command
-line. No mount is ever made outside the sandboxes' own namespaces.
+from the folder's name alone: sandboxes' folders lie in it, cgroups carry it, processes have it on their command line.
+No mount is ever made outside the sandboxes' own namespaces.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _is_live(folder: Path) -> bool:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Processes of ours (launcher, bubblewrap) that belong to an owner's folder."""
-    mark = os.fsencode(folder) + b"/"
+    """Processes of ours (launcher, bubblewrap, residents) that belong to an owner's folder."""
+    mark = os.fsencode(folder.name) + b"/"
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():

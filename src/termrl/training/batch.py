@@ -47,9 +47,9 @@ class Batch:
 
 
 def make_batch(
-    samples: Sequence[Sample], config: TrainingConfig, *, vocabulary: int, dtype: torch.dtype
+    samples: Sequence[Sample], config: TrainingConfig, *, vocabulary: int, dtype: torch.dtype, parts: int = 1
 ) -> Batch | SkipReason:
-    """Flatten samples, or say why there is nothing to train on.
+    """Flatten samples, or say why there is nothing to train on. ``parts``: packs that will be computed at a time.
 
     Raises:
         CaptureError: a segment that cannot be trained on: greedy, a logprob that is not finite, an unknown token id.
@@ -84,7 +84,7 @@ def make_batch(
     sequences = tuple(entry[0] for entry in entries)
     return Batch(
         sequences=sequences,
-        plan=plan_batch(sequences, max_tokens=config.micro_batch_tokens),
+        plan=plan_batch(sequences, max_tokens=config.micro_batch_tokens, parts=parts),
         spans=tuple(spans),
         captured=torch.tensor([value for entry in entries for value in entry[1]], dtype=dtype),
         advantage=torch.tensor([entry[2] for entry in entries for _ in entry[1]], dtype=dtype),

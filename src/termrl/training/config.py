@@ -77,7 +77,9 @@ class TrainingConfig(BaseModel):
     )
     mask_truncated: bool = Field(default=False, description="Do not train on episodes that were cut by a limit.")
     micro_batch_tokens: int = Field(
-        default=1024, ge=1, description="Distinct tokens in one forward/backward; bounds memory, changes no result."
+        default=512,
+        ge=1,
+        description="Distinct tokens in one forward/backward, of which each thread runs one; bounds memory.",
     )
     dtype: Literal["float32", "float64"] = Field(
         default="float32",

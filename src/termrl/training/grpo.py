@@ -133,13 +133,12 @@ class GRPO:
         config = self._config
         n = config.rollout.samples
         tasks = pick_tasks(self._parts.pools.train, step=step, count=config.rollout.groups, seed=config.seed)
-        attempts = [
-            Attempt(
-                task.id, task.family, group, sample, derive_seed(config.seed, step, task.id, sample), group * n + sample
-            )
-            for group, task in enumerate(tasks)
-            for sample in range(n)
-        ]
+        attempts: list[Attempt] = []
+        for group, task in enumerate(tasks):
+            first = n * sum(earlier.id == task.id for earlier in tasks[:group])  # a task may come twice in a step
+            for place in range(n):
+                seed = derive_seed(config.seed, step, task.id, first + place)
+                attempts.append(Attempt(task.id, task.family, group, place, seed, order=group * n + place))
         self._watcher.phase("rollout", step=step, total=len(attempts))
         episodes = await self._parts.scheduler.run(
             attempts,

@@ -11,6 +11,8 @@ So a tile needs the keys of one path and its own, and no mask over the whole tre
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+# Packs may be this much larger than an even share, so that ragged sequences rarely spill into one pack more.
+_SLACK = 1.1
 
 
 @dataclass(frozen=True)
@@ -109,30 +114,36 @@ def make_sequence(token_ids: Sequence[int], loss_mask: Sequence[int], temperatur
     return TokenSequence(np.asarray(token_ids[: int(targets[-1]) + 1], dtype=np.int64), targets, temperature)
 
 
-def plan_batch(sequences: Sequence[TokenSequence], *, max_tokens: int, tile: int = 128) -> Plan:
+def plan_batch(sequences: Sequence[TokenSequence], *, max_tokens: int, parts: int = 1, tile: int = 128) -> Plan:
     """Cut a batch into packs of at most ``max_tokens`` nodes (a longer single sequence is a pack of its own).
 
     Args:
         sequences: in any order; an order that is a function of their content makes the plan one too.
         max_tokens: nodes of a pack, the common prefix not counted.
+        parts: packs that are computed at a time; their number is made a multiple of it where that is possible.
         tile: queries that are attended together.
     """
     order = sorted(range(len(sequences)), key=lambda index: sequences[index].token_ids.tolist())
-    prefix = _common_prefix([sequences[index] for index in order])
+    ordered = [sequences[index] for index in order]
+    prefix = _common_prefix(ordered)
+    shared = [prefix] + [
+        _shared(before.token_ids[: before.inputs], sequence.token_ids[: sequence.inputs])
+        for before, sequence in itertools.pairwise(ordered)
+    ]
+    fresh = [sequence.inputs - common for sequence, common in zip(ordered, shared, strict=False)]
+    if parts > 1:
+        rounds = math.ceil(sum(fresh) / (max_tokens * parts))
+        even = sum(fresh) / (parts * max(1, rounds))
+        max_tokens = min(max_tokens, math.ceil(_SLACK * even))
     packs: list[Pack] = []
     chosen: list[int] = []
     nodes = 0
-    for index in order:
-        shared = prefix
-        if chosen:
-            before = sequences[chosen[-1]]
-            shared = _shared(before.token_ids[: before.inputs], sequences[index].token_ids[: sequences[index].inputs])
-        new = sequences[index].inputs - shared
+    for index, new in zip(order, fresh, strict=True):
         if chosen and nodes + new > max_tokens:
             packs.append(_build_pack(sequences, chosen, prefix, tile))
-            chosen, nodes, new = [], 0, sequences[index].inputs - prefix
+            chosen, nodes = [], 0
+        nodes += new if chosen else sequences[index].inputs - prefix
         chosen.append(index)
-        nodes += new
     if chosen:
         packs.append(_build_pack(sequences, chosen, prefix, tile))
     prefix_ids = sequences[order[0]].token_ids[:prefix] if order else np.zeros(0, np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter
 from termrl.training.advantages import Sample
 from termrl.training.batch import Batch, SkipReason, make_batch
 from termrl.training.config import TrainingConfig
-from termrl.training.decoder import PackedDecoder, attention_tiles
+from termrl.training.decoder import PackedDecoder
 from termrl.training.losses import LossTerms, k3, policy_loss, truncated_importance
-from termrl.training.packing import Pack
+from termrl.training.passes import PassSums, TokenLoss, evaluate, forward_backward
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,6 @@ class UpdateMetrics:
     seconds: float = 0.0
 
 
-@dataclass
-class _Sums:
-    """What one forward/backward over a batch adds up."""
-
-    loss: float = 0.0
-    clipped: int = 0
-    kl_old: float = 0.0
-    kl_reference: float = 0.0
-    entropy: float = 0.0
-    rows: int = 0
-
-
-TokenLoss = Callable[[Tensor, Tensor], LossTerms]
-"""(logprobs of some of the batch's tokens, which ones) → their part of the loss."""
-
-
 class Trainer:
     """Holds the base weights, the low-rank update and AdamW; turns scored episodes into new weights.
 
@@ -97,7 +81,7 @@ class Trainer:
             model_dir: a folder that transformers can load, of the Llama, Qwen2 or Qwen3 kind.
             config: every setting.
             seed: of the low-rank update's start.
-            threads: intra-op threads while it works; ``None`` leaves torch's.
+            threads: threads while it works; ``None`` leaves torch's.
             base_id: the base model's public name, for saved adapters; default: the folder's name.
 
         Raises:
@@ -128,7 +112,7 @@ class Trainer:
         """
         started = time.perf_counter()
         with _intra_op_threads(self._threads):
-            batch = make_batch(samples, self.config, vocabulary=self.vocabulary, dtype=self._dtype)
+            batch = self._make_batch(samples)
             metrics = UpdateMetrics(skipped=batch) if isinstance(batch, str) else self._train(batch)
         return replace(metrics, seconds=time.perf_counter() - started)
 
@@ -139,12 +123,16 @@ class Trainer:
             samples: as for :meth:`update`; advantages and truncation are ignored.
             pristine: under the base model instead.
         """
+        with _intra_op_threads(self._threads):
+            return self._logprobs(samples, pristine)
+
+    def _logprobs(self, samples: Sequence[Sample], pristine: bool) -> list[list[Tensor]]:
         result: list[list[Tensor]] = []
         for sample in samples:
             result.append([])
             for segment in sample.segments:
                 alone = Sample((segment,), 1.0, 0, 0)
-                batch = make_batch([alone], self.config, vocabulary=self.vocabulary, dtype=self._dtype)
+                batch = self._make_batch([alone])
                 empty = torch.zeros(0, dtype=self._dtype)
                 result[-1].append(empty if isinstance(batch, str) else self._evaluate(batch, pristine=pristine))
         return result
@@ -153,20 +141,19 @@ class Trainer:
         config = self.config
         reference = self._evaluate(batch, pristine=True) if config.kl_coef > 0 else None
         first = torch.zeros_like(batch.captured)
-        totals = _Sums()
+        totals = PassSums()
         grad_norms = 0.0
         lr = 0.0
         for round_ in range(config.updates_per_batch):
             loss = self._loss_function(batch, first, reference, fresh=round_ == 0)
             self._optimiser.zero_grad(set_to_none=True)
-            sums = self._backward(batch, loss)
+            sums = forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
             grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, config.grad_clip))
             if not torch.isfinite(torch.tensor(grad_norm)):
                 return UpdateMetrics(skipped="non_finite_gradient", optimiser_steps=round_)
             lr = self._optimise()
             grad_norms += grad_norm
-            for name, value in vars(sums).items():
-                setattr(totals, name, getattr(totals, name) + value)
+            totals += sums
         rounds = config.updates_per_batch
         difference = first - batch.captured
         return UpdateMetrics(
@@ -210,65 +197,12 @@ class Trainer:
 
         return loss
 
-    def _backward(self, batch: Batch, token_loss: TokenLoss) -> _Sums:
-        """Add the batch's gradient to the parameters'.
-
-        The common prefix runs once. Its keys and values are leaves to the packs, whose backward passes add up the
-        leaves' gradients; one backward pass through the prefix then ends the chain rule.
-        """
-        decoder, plan = self._decoder, batch.plan
-        prefix = leaves = None
-        if len(plan.prefix_ids):
-            prefix = decoder.prefix(torch.from_numpy(plan.prefix_ids), attention_tiles(plan.prefix_tiles))
-            leaves = [(_leaf(key), _leaf(value)) for key, value in prefix]
-        sums = _Sums()
-        for pack in plan.packs:
-            logprob, entropy = self._pack_logprobs(pack, leaves)
-            index, tokens = _flat_order(batch, pack)
-            terms = token_loss(logprob.index_select(0, index), tokens)
-            terms.loss.backward()
-            sums.loss += float(terms.loss.detach())
-            sums.clipped += terms.clipped
-            sums.kl_old += terms.kl_old
-            sums.kl_reference += terms.kl_reference
-            sums.entropy += float(entropy.sum())
-            sums.rows += len(entropy)
-        if prefix is not None and leaves is not None:
-            outputs = [tensor for pair in prefix for tensor in pair]
-            grads = [leaf.grad for pair in leaves for leaf in pair]
-            wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad and g is not None]
-            if wanted:
-                torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])
-        return sums
-
-    @torch.no_grad()
     def _evaluate(self, batch: Batch, *, pristine: bool) -> Tensor:
-        """Logprob of each of the batch's tokens, without a graph."""
-        decoder, plan = self._decoder, batch.plan
-        prefix = None
-        if len(plan.prefix_ids):
-            tiles = attention_tiles(plan.prefix_tiles)
-            prefix = decoder.prefix(torch.from_numpy(plan.prefix_ids), tiles, pristine=pristine)
-        result = torch.zeros_like(batch.captured)
-        for pack in plan.packs:
-            logprob, _ = self._pack_logprobs(pack, prefix, pristine=pristine)
-            index, tokens = _flat_order(batch, pack)
-            result[tokens] = logprob.index_select(0, index)
-        return result
+        return evaluate(self._decoder, batch, pristine=pristine, threads=torch.get_num_threads())
 
-    def _pack_logprobs(
-        self, pack: Pack, prefix: Sequence[tuple[Tensor, Tensor]] | None, *, pristine: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return self._decoder.logprobs(
-            torch.from_numpy(pack.token_ids),
-            torch.from_numpy(pack.positions),
-            attention_tiles(pack.tiles),
-            prefix,
-            torch.from_numpy(pack.rows),
-            torch.from_numpy(pack.row_temperature).to(self._dtype),
-            torch.from_numpy(pack.target_row),
-            torch.from_numpy(pack.target_token),
-            pristine=pristine,
+    def _make_batch(self, samples: Sequence[Sample]) -> Batch | SkipReason:
+        return make_batch(
+            samples, self.config, vocabulary=self.vocabulary, dtype=self._dtype, parts=torch.get_num_threads()
         )
 
     def _optimise(self) -> float:
@@ -287,13 +221,13 @@ class Trainer:
         Empty for a batch without anything to train on.
         """
         with _intra_op_threads(self._threads):
-            batch = make_batch(samples, self.config, vocabulary=self.vocabulary, dtype=self._dtype)
+            batch = self._make_batch(samples)
             if isinstance(batch, str):
                 return {}
             reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
             self._optimiser.zero_grad(set_to_none=True)
             loss = self._loss_function(batch, torch.zeros_like(batch.captured), reference, fresh=True)
-            self._backward(batch, loss)
+            forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
         gradients: dict[str, Tensor] = {}
         for stack in self._decoder.stacks:
             for site, a, b in stack.gradients():
@@ -365,17 +299,6 @@ class Trainer:
 
 def _peft_names(layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().requires_grad_()
-
-
-def _flat_order(batch: Batch, pack: Pack) -> tuple[Tensor, Tensor]:
-    """For the tokens of a pack's members: which of the pack's targets each is, and which of the batch's tokens."""
-    index = torch.cat([torch.from_numpy(targets) for targets in pack.member_targets])
-    tokens = torch.cat([torch.arange(batch.spans[m].start, batch.spans[m].stop) for m in pack.members])
-    return index, tokens
 
 
 @contextmanager
