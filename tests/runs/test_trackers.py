@@ -89,13 +89,18 @@ def follow(name: str, folder: Path, **arguments: Any) -> bool:
     return True
 
 
-def tensorboard_points(folder: Path) -> dict[str, dict[int, float]]:
+def tensorboard_events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
         EventAccumulator,
     )
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
+    return events
+
+
+def tensorboard_points(folder: Path) -> dict[str, dict[int, float]]:
+    events = tensorboard_events(folder)
     return {tag: {p.step: p.value for p in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
@@ -184,17 +189,14 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(name: str, tmp_pat
     if name == "wandb":
         ids = {path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")}
         assert len(ids) == 1
+    if name == "tensorboard":
+        assert [p.step for p in tensorboard_events(folder).Scalars("train/tokens")] == [1, 2, 3, 4]
 
 
 def test_tensorboard_shows_the_settings_but_not_those_of_the_sandbox(tmp_path: Path) -> None:
     if not follow("tensorboard", tmp_path / "run"):
         return
-    from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
-        EventAccumulator,
-    )
-
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
+    events = tensorboard_events(tmp_path / "run")
     (text,) = events.Tensors("config")
     assert events.SummaryMetadata("config").plugin_data.plugin_name == "text"
     sent = json.loads(text.tensor_proto.string_val[0].removeprefix(b"```json\n").removesuffix(b"\n```"))
