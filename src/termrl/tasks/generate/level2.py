@@ -107,8 +107,8 @@ def replace_line(draw: Draw) -> Instance:
 
 def delete_line(draw: Draw) -> Instance:
     a = f"{draw.word()}.txt"
-    gone, *others = draw.words(4)
-    lines = draw.shuffled([gone, *others])
+    gone, *others, last = draw.words(4)
+    lines = [*draw.shuffled([gone, *others]), last]  # emptying the last line would look like deleting it
     after = {a: File("\n".join(line for line in lines if line != gone))}
     return Instance(
         f"Delete the line {gone} from the file {a}.", {a: File("\n".join(lines))}, after, [f"sed -i '/^{gone}$/d' {a}"]
