@@ -17,7 +17,7 @@ from termrl.config import CurriculumConfig, EvaluationConfig, StopConfig, TasksC
 from termrl.errors import ConfigError, TaskError
 from termrl.rollout.curriculum import Curriculum, Stage, by_family, family_levels, pick_tasks
 from termrl.rollout.groups import Batch, Group
-from termrl.rollout.pools import check_families, generate_pools, load_pools
+from termrl.rollout.pools import TaskPools, check_families, generate_pools, load_pools
 from termrl.runs.progress import Progress
 from termrl.sandboxes.base import SandboxSpec
 from termrl.tasks.generate import FAMILIES, generate
@@ -104,7 +104,7 @@ def test_without_stages_the_picks_are_those_of_one_stage_with_all_families() -> 
     families = by_family(task(family, index, 1) for family in "abc" for index in range(4))
     picked = [t.id for step in (1, 2, 9) for t in pick_tasks(families, step=step, count=5, seed=7)]
     # a run's tasks are part of its result: these do not change
-    assert picked == "a-0 c-2 b-3 b-2 a-3 c-3 c-1 a-1 b-1 a-2 a-0 c-2 b-2 a-2 c-1".split()
+    assert " ".join(picked) == "a-0 c-2 b-3 b-2 a-3 c-3 c-1 a-1 b-1 a-2 a-0 c-2 b-2 a-2 c-1"
     stages = [Stage(1, ("a", "b", "c"))]
     assert picked == [
         t.id for step in (1, 2, 9) for t in pick_tasks(families, step=step, count=5, seed=7, stages=stages)
@@ -197,8 +197,7 @@ def test_levels_filter_named_families(tmp_path: Path) -> None:
 
 
 def test_a_curriculum_takes_all_levels_and_enough_tasks_for_the_lowest(tmp_path: Path) -> None:
-    tasks = {"families": ("make-dir", "sort-file"), "curriculum": {"enabled": True}}
-    pools = generate_pools(_config(**tasks), tmp_path)
+    pools = generate_pools(_config(families=("make-dir", "sort-file"), curriculum={"enabled": True}), tmp_path)
     assert {name: len(found) for name, found in pools.train.items()} == {"make-dir": 16, "sort-file": 16}
     assert set(generate_pools(_config(curriculum={"enabled": True}, per_family=1), tmp_path / "all").train) == set(
         FAMILIES
@@ -215,14 +214,14 @@ def test_a_curriculum_takes_all_levels_and_enough_tasks_for_the_lowest(tmp_path:
 )
 def test_bad_levels_are_refused_before_anything_is_written(tasks: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_families(_config(**tasks))
+        check_families(TrainConfig(tasks=TasksConfig.model_validate(tasks)))
 
 
 def test_levels_of_task_folders(tmp_path: Path) -> None:
     generate(tmp_path / "train", families=["make-dir", "sort-file", "line-ends"], per_family=1)
     generate(tmp_path / "eval", families=["make-dir", "sort-file", "line-ends"], per_family=1, split="eval")
 
-    def pools(untrained: tuple[str, ...] = (), **tasks: object):  # noqa: ANN202
+    def pools(untrained: tuple[str, ...] = (), **tasks: object) -> TaskPools:
         evaluation = EvaluationConfig(dir=tmp_path / "eval", untrained_families=untrained)
         sources = TasksConfig.model_validate({"dir": tmp_path / "train", **tasks})
         return load_pools(TrainConfig(tasks=sources, evaluation=evaluation))
