@@ -205,3 +205,14 @@ def test_modes_of_the_tree_before_are_on_disk(tmp_path: Path) -> None:
     (task,) = generate(tmp_path / "s", families=["close-files"], per_family=1)
     modes = sorted(path.stat().st_mode & 0o777 for path in (task / "environment").iterdir())
     assert modes == [0o644, 0o644, 0o666, 0o666]
+
+
+def test_the_page_on_tasks_lists_every_family_at_its_level() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    rows = re.findall(r"^\| (\d)[^|]*\| ([a-z, -]+) \|$", page, re.MULTILINE)
+    listed = sorted((int(level), name) for level, names in rows for name in names.split(", "))
+    assert listed == sorted((family.level, family.name) for family in FAMILIES.values())
+    marked = {
+        n for row in re.findall(r"^\| \d[^|]*look first \| (.*) \|$", page, re.MULTILINE) for n in row.split(", ")
+    }
+    assert marked == {family.name for family in FAMILIES.values() if family.look_first}
