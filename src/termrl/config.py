@@ -32,11 +32,28 @@ class ModelConfig(Section):
     threads: int | None = Field(default=None, ge=1, description="CPU threads of engine and trainer; none: one per core")
 
 
+class CurriculumConfig(Section):
+    """When a run that begins with the lowest level of its tasks takes in the next one."""
+
+    enabled: bool = Field(
+        default=False, description="begin with the lowest level; take in the next once the highest open one passes"
+    )
+    threshold: float = Field(default=0.8, gt=0, le=1, description="pass rate of the highest open level that opens one")
+    window: int = Field(
+        default=3, ge=1, description="steps that met that level since it opened, over which its pass rate is taken"
+    )
+
+
 class TasksConfig(Section):
     """What is trained on: the bundled suite's families, or a folder of Harbor tasks."""
 
     dir: Path | None = Field(default=None, description="folder of Harbor tasks; none: the bundled suite first-steps")
     families: tuple[str, ...] = Field(default=(), description="families to train on; empty: all trainable ones")
+    levels: tuple[int, ...] = Field(
+        default=(),
+        description="only families of these levels; empty: any level of those named, else level 1 (bundled suite), "
+        "every level with a curriculum",
+    )
     per_family: int | None = Field(
         default=None,
         ge=1,
@@ -45,6 +62,7 @@ class TasksConfig(Section):
     skip_broken: bool = Field(
         default=False, description="leave broken task folders out instead of refusing the whole set"
     )
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 class EvaluationConfig(Section):
