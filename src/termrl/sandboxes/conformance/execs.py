@@ -187,6 +187,16 @@ async def timeout_spares_earlier(subject: Subject) -> None:
         same(await _sleepers(sandbox), ["304"], "left running")
 
 
+@section.check("a timeout among commands at once cuts only its own")
+async def timeout_among_others(subject: Subject) -> None:
+    async with subject.sandbox() as sandbox:
+        slow, quick = await asyncio.gather(
+            sandbox.exec("sleep 30", timeout_s=0.3), sandbox.exec("sleep 0.8; echo done", timeout_s=EXEC_S)
+        )
+        found = (slow.timed_out, quick.timed_out, quick.output)
+        same(found, (True, False, "done\n"), "timed out, the other timed out, its output")
+
+
 @section.check("a background child that holds stdout does not hold the call, and is counted")
 async def background_holds_stdout(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
