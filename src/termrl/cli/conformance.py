@@ -84,21 +84,26 @@ def _kept(resource: str, outcomes: Sequence[Outcome]) -> bool | None:
 
 
 def _show(backend: str, outcomes: Sequence[Outcome], limits: dict[str, str], kept: dict[str, bool | None]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{backend}: conformance", title_justify="left")
-    for column in ("section", "check", "what must hold", "", "s"):
-        table.add_column(column, justify="right" if column == "s" else "left", no_wrap=column in ("check", ""))
-    for before, outcome in zip([None, *outcomes], outcomes, strict=False):
+    table = Table(title=f"{backend}: conformance", title_justify="left", box=box.SIMPLE)
+    for column in ("", "check", "what must hold", "s"):
+        table.add_column(column, justify="right" if column == "s" else "left", no_wrap=column != "what must hold")
+    section = None
+    for outcome in outcomes:
         check = outcome.check
-        section = check.section if before is None or before.check.section != check.section else ""
-        what = check.what + (f"\n→ {outcome.detail}" if outcome.detail else "")
-        table.add_row(section, check.name, escape(what), _WORDS[outcome.state], f"{outcome.seconds:.1f}")
+        if check.section != section:
+            section = check.section
+            table.add_section()
+            table.add_row("", f"[bold]{section}[/]")
+        what = escape(check.what) + (f"\n[bold]→ {escape(outcome.detail)}[/]" if outcome.detail else "")
+        table.add_row(_WORDS[outcome.state], check.name, what, f"{outcome.seconds:.1f}")
     console.print(table)
-    bounds = Table(title="what bounds a sandbox here", title_justify="left")
+    bounds = Table(title="what bounds a sandbox here", title_justify="left", box=box.SIMPLE)
     for column in ("resource", "by", "put to the test"):
         bounds.add_column(column)
     words = {True: "[green]holds[/]", False: "[bold red]DOES NOT HOLD[/]", None: "not checked"}

@@ -44,10 +44,11 @@ class Owner:
     """This process's claim on a folder of its own in the state folder."""
 
     def __init__(self, state: Path) -> None:
-        self.name = f"{os.getpid()}-{_mark(state)}-{secrets.token_hex(6)}"
-        self.folder = state / "owners" / self.name
+        owners = state / "owners"
+        owners.mkdir(mode=0o755, exist_ok=True)
+        self.name = f"{os.getpid()}-{_mark(owners)}-{secrets.token_hex(6)}"
+        self.folder = owners / self.name
         self._pid = os.getpid()
-        self.folder.parent.mkdir(mode=0o755, exist_ok=True)
         part = self.folder.with_name(f".new-{self.name}")
         part.mkdir(mode=0o755)
         part.chmod(0o755)
@@ -73,6 +74,8 @@ def sweep(state: Path | None = None) -> Swept:
     """
     owners = state_folder(state) / "owners"
     swept = Swept()
+    if not owners.is_dir():
+        return swept
     names = {folder.name for folder in _entries(owners)} | set(_owners_seen(owners))
     dead = []
     for name in sorted(names):
@@ -102,23 +105,30 @@ def remains(state: Path | None = None) -> list[str]:
     :func:`termrl.sandboxes.host.state_folder`.
     """
     owners = state_folder(state) / "owners"
+    if not owners.is_dir():
+        return []
     found = {f"process {pid}": name for name, pids in _owners_seen(owners).items() for pid in pids}
     found |= {f"folder {folder}": folder.name for folder in _entries(owners)}
-    mark = f"-{_mark(owners.parent)}-"
+    mark = f"-{_mark(owners)}-"
     found |= {f"cgroup {top}": top.name.removeprefix(PREFIX) for top in groups_of_owners() if mark in top.name}
     left = [line for line, name in found.items() if not _is_live(owners / name)]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return sorted(left + [f"mount {line.split()[4]}" for line in mounts if f"{owners}/" in line])
 
 
-def _mark(state: Path) -> str:
-    """What tells the owners of one state folder from those of another, in names of processes and cgroups."""
-    return hashlib.blake2b(os.fsencode(state), digest_size=4).hexdigest()
+def _mark(owners: Path) -> str:
+    """What tells the owners of one state folder from those of another, in names of processes and cgroups.
+
+    Not its path: a container whose processes can be seen from here may have one at the same path.
+    """
+    status = owners.stat()
+    seal = f"{status.st_dev}:{status.st_ino}:{_boot_id()}"
+    return hashlib.blake2b(seal.encode(), digest_size=4).hexdigest()
 
 
 def _owners_seen(owners: Path) -> dict[str, list[int]]:
     """Owners of this state folder by whom processes run on this machine → those processes."""
-    pattern = re.compile(rb"(\d+-" + _mark(owners.parent).encode() + rb"-[0-9a-f]{12})/")
+    pattern = re.compile(rb"(\d+-" + _mark(owners).encode() + rb"-[0-9a-f]{12})/")
     found: dict[str, list[int]] = {}
     for pid, line in _processes_of_ours():
         for name in set(pattern.findall(line)):
