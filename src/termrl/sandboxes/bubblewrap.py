@@ -183,7 +183,7 @@ class BubblewrapProvider(SandboxProvider):
         watched_memory = 0 if self._groups is not None else memory << 20
         # Segments that nobody has attached outlive what the kernel kills for memory.
         bounds = (pids, watched_memory, memory << 19, storage_mb * _FILES_PER_MB)
-        victims = None if self._groups is None else sandbox.oom_score()
+        victims = sandbox.oom_score()
         fields = [os.fsencode(spec.workdir), b"0" if victims is None else b"1"]
         fields += [*(str(bound).encode() for bound in bounds), _rlimits(pids, watched_memory)]
         with contextlib.ExitStack() as held:

@@ -34,6 +34,13 @@ class Failure:
     message: str
 
 
+def small_spec() -> SandboxSpec:
+    """A host-userland spec with limits so small that they can be met in a moment."""
+    return SandboxSpec(
+        "conformance", host_userland=True, memory_mb=MEMORY_MB, storage_mb=STORAGE_MB, pids=PIDS, workdir="/app"
+    )
+
+
 @dataclass(frozen=True)
 class Subject:
     """What the suite is run against.
@@ -47,7 +54,7 @@ class Subject:
     """
 
     provider: SandboxProvider
-    spec: SandboxSpec = field(default_factory=lambda: small_spec())
+    spec: SandboxSpec = field(default_factory=small_spec)
     backend: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -59,13 +66,6 @@ class Subject:
             yield sandbox
         finally:
             await sandbox.stop()
-
-
-def small_spec() -> SandboxSpec:
-    """A host-userland spec with limits so small that they can be met in a moment."""
-    return SandboxSpec(
-        "conformance", host_userland=True, memory_mb=MEMORY_MB, storage_mb=STORAGE_MB, pids=PIDS, workdir="/app"
-    )
 
 
 @dataclass(frozen=True)

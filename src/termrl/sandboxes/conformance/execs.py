@@ -27,8 +27,8 @@ async def _command_error(sandbox: Sandbox, command: str, said: str, **options: s
 
 async def _sleepers(sandbox: Sandbox) -> list[str]:
     """The arguments of every ``sleep`` that runs."""
-    lines = await ask(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -A1 -x sleep")
-    return [line for line in lines.split() if line not in ("sleep", "--")]
+    each = 'read -r name < $p/comm && [ "$name" = sleep ] && tr "\\0" "\\n" < $p/cmdline | sed -n 2p'
+    return (await ask(sandbox, f"for p in /proc/[0-9]*; do {each}; done 2>/dev/null")).split()
 
 
 @section.check("exit code, stdout and stderr in order, and duration are reported")
@@ -218,7 +218,7 @@ async def late_output(subject: Subject) -> None:
 @section.check("a service that goes on writing to the output of its command lives on")
 async def service_lives_on(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
-        await ask(sandbox, "(while sleep 0.05; do echo beat; date +%N > /tmp/beat; done) &")
+        await ask(sandbox, "(while sleep 0.05; do echo beat; date +%N > /tmp/b && mv /tmp/b /tmp/beat; done) &")
         first = await ask(sandbox, "sleep 0.4; cat /tmp/beat")
         second = await ask(sandbox, "sleep 0.4; cat /tmp/beat")
         need(first and second and first != second, f"its beat goes from {first!r} to {second!r}")

@@ -55,7 +55,8 @@ async def first_process_closed(subject: Subject) -> None:
         for name in ("environ", "mem", "maps", "exe", "auxv", "cwd/", "root/", "fd/0"):
             result = await sandbox.exec(f"{'ls' if name.endswith('/') else 'cat'} /proc/1/{name}", timeout_s=EXEC_S)
             need(result.exit_code != 0, f"/proc/1/{name} can be read: {result.output[:80]!r}")
-        await refused(sandbox, "ls /proc/1/fd", "readlink /proc/1/exe")
+        await refused(sandbox, "readlink /proc/1/exe", "readlink /proc/1/fd/*", "echo x > /proc/1/fd/3")
+        await refused(sandbox, "echo 1000 > /proc/1/oom_score_adj", "echo x > /proc/1/comm")
 
 
 @section.check("the first process cannot be traced")
