@@ -168,6 +168,7 @@ async def timeout_kills_the_tree(subject: Subject) -> None:
         found = (result.output, result.exit_code, result.timed_out)
         same(found, ("before\n", None, True), "output, exit code, timed out")
         need(took < 4, f"a timeout of 0.7 s took {took:.1f} s")
+        same(await sandbox.kill_all(), 0, "processes left running")
         same(await _sleepers(sandbox), [], "left running")
 
 

@@ -32,6 +32,7 @@ _LINGER_S = 0.05
 _PART = 48 * 1024
 _READ = 1 << 16
 _GIVE_UP_S = 2.0
+_DYING_S = 0.5
 # A command of more than one argument's worth of bytes comes by descriptor; bash reads it whole, then runs it.
 _FROM_FD = 'eval "$(</proc/self/fd/9)" 9<&-'
 
@@ -284,6 +285,11 @@ class Resident:
             os.close(command.pipe)
         else:
             self.lingering.add(command.pipe)
+        if command.timed_out:
+            # What was killed a moment ago may still be on its way out.
+            give_up = time.monotonic() + _DYING_S
+            while processes.alive(command.ident) and time.monotonic() < give_up:
+                time.sleep(0.001)
         running = {other.ident for other in self.commands.values()}
         left = [pid for pid in processes.everyone() if processes.tag_of(pid) not in running]
         self.background = sum(processes.stat_of(pid) is not None for pid in left)
