@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import tempfile
@@ -28,7 +29,14 @@ async def not_the_hosts_root(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         await ask(sandbox, f"sleep {seconds} >/dev/null 2>&1 &")
         line = f"sleep\0{seconds}\0".encode()
-        owners = [path.parent.stat().st_uid for path in Path("/proc").glob("[0-9]*/cmdline") if _reads(path) == line]
+        owners: list[int] = []
+        for _ in range(100):  # the child is there at once, but as the shell until it becomes `sleep`
+            owners = [
+                path.parent.stat().st_uid for path in Path("/proc").glob("[0-9]*/cmdline") if _reads(path) == line
+            ]
+            if owners:
+                break
+            await asyncio.sleep(0.02)
         need(owners and 0 not in owners, f"users of this machine that its process runs as: {owners}")
 
 
