@@ -11,8 +11,9 @@ import pytest
 from termrl.errors import TaskError
 from termrl.sandboxes.base import SandboxProvider
 from termrl.verifier.oracle import golden_check, run_solution
+from termrl.verifier.surroundings import trusted_path
 from termrl.verifier.verdict import Cause, Outcome, Verdict
-from termrl.verifier.verify import trusted_path, verify
+from termrl.verifier.verify import verify
 from tests.verifier.tiny import SECRET, run, sandbox_of, tiny_task
 
 

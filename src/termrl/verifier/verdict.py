@@ -18,6 +18,7 @@ __all__ = [
     "POLICY_CAUSES",
     "Attribution",
     "Cause",
+    "CleanRoom",
     "EndReason",
     "Finding",
     "Outcome",
@@ -67,6 +68,20 @@ class Attribution(BaseModel):
     seconds: float = 0.0
 
 
+class CleanRoom(BaseModel):
+    """What the tests said of the policy's workdir in an untouched sandbox.
+
+    Attributes:
+        signals: the names that asked for it; ``seconds``: the time it took, sandbox included.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    signals: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 class Verdict(BaseModel):
     """What the task's tests said about one sandbox, with the cause and the evidence.
 
@@ -79,9 +94,10 @@ class Verdict(BaseModel):
         detail: one line for a person, such as why a reward file was refused.
         duration_s: seconds from the first verify action to the verdict.
         attempts: how many times tests were run to come to this verdict.
-        signals: tamper signals (name → evidence).
+        signals: tamper signals (name → evidence; the names are those of :class:`termrl.verifier.signals.Signal`).
         integrity: ``sealed`` if tests were absent while the agent acted, ``exposed`` if it could read them.
         attribution: how a missing verdict was looked into, and the cost; ``None`` when the first run gave one.
+        clean_room: how a pass with signals was re-checked; ``None`` where it was not.
 
     Raises:
         ValueError: an outcome with a cause or raw reward that contradicts it (so that a zero for an
@@ -102,6 +118,7 @@ class Verdict(BaseModel):
     integrity: Literal["sealed", "exposed"] = "sealed"
     harness: str = HARNESS
     attribution: Attribution | None = None
+    clean_room: CleanRoom | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Verdict:
