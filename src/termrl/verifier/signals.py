@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -30,9 +31,9 @@ class Signal(StrEnum):
     DOWNLOAD_CONFIG = "download_config"
     """Changed files that say where downloads come from: hosts, resolver, CA, pip, uv, curl, apt, git."""
     TEST_TOOLS = "test_tools"
-    """Changed programs in folders of programs, or modules in the workdir that shadow test tools."""
+    """Changed programs in folders of programs, or modules in the workdir that shadow Python's own or pytest's."""
     TEST_CONFIG = "test_config"
-    """New configuration of pytest or Python that tests could pick up; what stood above /tests was removed."""
+    """New configuration of pytest or Python that tests could pick up."""
     KILLED = "killed"
     """Processes that were ended before the tests; evidence: how many, and their names."""
     LISTENERS = "listeners"
@@ -58,9 +59,11 @@ TEST_CONFIG_NAMES = (
 """What pytest looks for in every folder above the tests."""
 
 _STARTUP_MODULES = frozenset({"sitecustomize.py", "usercustomize.py"})
-_SHADOWED_MODULES = frozenset({"pytest", "_pytest", "pluggy", "unittest"})
 
-WORKDIR_NAMES = (*sorted(_STARTUP_MODULES), "*.pth", *(f"{name}*" for name in sorted(_SHADOWED_MODULES)))
+PYTEST_MODULES = frozenset({"pytest", "_pytest", "pluggy"})
+"""Modules that make up pytest; ``python -m pytest`` takes them from the working directory first."""
+
+WORKDIR_NAMES = ("*.py", "*.pth", *sorted(PYTEST_MODULES))
 """Patterns of the only names that are looked for in the workdir itself."""
 
 _PROFILES = frozenset(
@@ -122,8 +125,9 @@ def signal_of(path: str, *, workdir: str, program_folders: Iterable[str] = ()) -
     if name in _STARTUP_MODULES or name.endswith(".pth"):
         return Signal.TEST_CONFIG
     if in_workdir:
-        is_module = folder == workdir.rstrip("/") and name.removesuffix(".py") in _SHADOWED_MODULES
-        return Signal.TEST_TOOLS if is_module else None
+        module = name.removesuffix(".py")
+        shadows = module in PYTEST_MODULES or module in sys.stdlib_module_names
+        return Signal.TEST_TOOLS if shadows and folder == workdir.rstrip("/") else None
     if name in TEST_CONFIG_NAMES:
         return Signal.TEST_CONFIG
     if below(path, "/tests"):

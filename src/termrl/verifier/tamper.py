@@ -18,7 +18,7 @@ from termrl.errors import CommandError
 from termrl.sandboxes.base import Sandbox
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import downloads_in
-from termrl.verifier.signals import TEST_CONFIG_NAMES, WORKDIR_NAMES, Signal, below, signals_of
+from termrl.verifier.signals import PYTEST_MODULES, TEST_CONFIG_NAMES, WORKDIR_NAMES, Signal, below, signals_of
 
 DOWNLOAD_FILES = (
     "/etc/hosts",
@@ -199,13 +199,17 @@ def _literal(path: str) -> str:
 
 
 async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
-    """Remove new pytest configuration from the folders above /tests, where pytest would take it for the tests' own.
+    """Remove what the policy made where pytest would take it for its own or for the tests' own.
 
-    Nothing is removed if the root is the workdir: there the policy may have been asked for it.
+    That is configuration in the folders above /tests, and modules in the workdir that are named as pytest's. What
+    the task itself brought stays, as does everything if the root is the workdir: there it may have been asked for.
     """
-    if sandbox.spec.workdir.rstrip("/") == "":
+    workdir = sandbox.spec.workdir.rstrip("/")
+    if not workdir:
         return
-    planted = [f"/{name}" for name in TEST_CONFIG_NAMES if f"/{name}" in changes.paths]
+    modules = [f"{workdir}/{name}{suffix}" for name in PYTEST_MODULES for suffix in ("", ".py")]
+    names = [*(f"/{name}" for name in TEST_CONFIG_NAMES), *modules]
+    planted = [shlex.quote(name) for name in names if name in changes.paths]
     if planted:
         await sandbox.exec(f"rm -rf -- {' '.join(planted)}", timeout_s=_SCAN_S, cwd="/", clean_env=True)
 
