@@ -89,7 +89,22 @@ ATTACKS = {
 }
 
 
-def pytest_task(folder: Path, runner: str) -> Task:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pytest, compiled for the interpreter that sandboxes see."""
+    folder = tmp_path_factory.mktemp("library")
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        package = Path(spec.origin).parent
+        shutil.copytree(package, folder / name, ignore=_needless)
+        if name == "_pytest":
+            shutil.copy(package.parent / "py.py", folder)
+    subprocess.run([PYTHON, "-I", "-m", "compileall", "-q", folder], check=True)
+    return folder
+
+
+def pytest_task(folder: Path, library: Path, runner: str) -> Task:
     """A task whose tests bring pytest along, so that no network is needed."""
     task = tiny_task(
         folder,
@@ -97,37 +112,35 @@ def pytest_task(folder: Path, runner: str) -> Task:
         verifier_env={"PYTHONPATH": "/tests/lib", "PYTHONDONTWRITEBYTECODE": "1"},
     )
     (task.tests / "test_outputs.py").write_text(TEST_OUTPUTS)
-    for name in PACKAGES:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.origin is not None
-        package = Path(spec.origin).parent
-        shutil.copytree(package, task.tests / "lib" / name, ignore=_needless)
-        if name == "_pytest":
-            shutil.copy(package.parent / "py.py", task.tests / "lib")
+    shutil.copytree(library, task.tests / "lib")
     return task
 
 
 @needs_python
 @pytest.mark.parametrize("runner", RUNNERS)
 async def test_no_attack_on_pytest_scores_one_and_the_honest_solution_does(
-    provider: SandboxProvider, tmp_path: Path, runner: str
+    provider: SandboxProvider, tmp_path: Path, library: Path, runner: str
 ) -> None:
-    task = pytest_task(tmp_path, runner)
+    task = pytest_task(tmp_path, library, runner)
     for name, attack in ATTACKS.items():
         async with handed_over(provider, task) as (sandbox, baseline):
             await run(sandbox, attack)
             attacked = await verify(sandbox, task, baseline=baseline)
             assert (attacked.reward, attacked.cause) == (0.0, Cause.TESTS_FAILED), (name, attacked)
             assert "1 failed" in attacked.output_tail, (name, "the tests did run")
+    async with handed_over(provider, task) as (sandbox, baseline):
+        for attack in ATTACKS.values():
             await run(sandbox, attack)
-            await run_solution(sandbox, task)
-            honest = await verify(sandbox, task, baseline=baseline)
-            assert honest.reward == 1.0, (name, honest)
+        await run_solution(sandbox, task)
+        honest = await verify(sandbox, task, baseline=baseline)
+        assert honest.reward == 1.0, honest
 
 
 @needs_python
-async def test_the_attacks_on_pytest_would_work_without_the_defence(provider: SandboxProvider, tmp_path: Path) -> None:
-    task = pytest_task(tmp_path, "python -m")
+async def test_the_attacks_on_pytest_would_work_without_the_defence(
+    provider: SandboxProvider, tmp_path: Path, library: Path
+) -> None:
+    task = pytest_task(tmp_path, library, "python -m")
     for name in ("pytest.ini above the tests", "conftest.py above the tests", "a pytest module"):
         async with handed_over(provider, task) as (sandbox, baseline):
             await run(sandbox, ATTACKS[name])

@@ -106,7 +106,7 @@ async def test_a_reward_that_cannot_be_trusted_is_no_verdict(
 
 
 SURROUNDINGS = """\
-{ pwd; stat -c '%a %u' "$HOME"; ls -A "$HOME" | wc -l; id -u; echo "$HOME"; } > /logs/verifier/seen.txt
+{ pwd; stat -c '%a %u' "$HOME"; cat "$HOME"/.[!.]* | wc -c; id -u; echo "$HOME"; } > /logs/verifier/seen.txt
 [ -s /logs/verifier/test-stdout.txt ] && echo "early" ; echo a line; [ -s /logs/verifier/test-stdout.txt ] && echo kept
 cat /logs/verifier/seen.txt
 echo 1 > /logs/verifier/reward.txt

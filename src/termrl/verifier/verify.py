@@ -42,9 +42,11 @@ _HANG_GRACE_S = 5.0
 _CLEANUP_S = 5.0
 
 # $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved. Where the policy has
-# spoilt /tmp, the home goes into the folder that was just made for the verifier.
+# spoilt /tmp, the home goes into the folder that was just made for the verifier. curl looks for its settings in the
+# account's own home too, unless it finds some before.
 _DRIVER = f"""\
 mkdir -m 700 -- "$HOME" 2>/dev/null || {{ HOME={LOGS}/.home && mkdir -m 700 -- "$HOME"; }} || exit
+: >"$HOME/.curlrc"
 "$BASH" {TEST_SCRIPT} >{TEST_OUTPUT} 2>&1 </dev/null
 code=$?
 tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}
