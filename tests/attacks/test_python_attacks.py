@@ -131,6 +131,8 @@ async def test_no_attack_on_pytest_scores_one_and_the_honest_solution_does(
     async with handed_over(provider, task) as (sandbox, baseline):
         for attack in ATTACKS.values():
             await run(sandbox, attack)
+        # The tracer would hold the honest solution as well.
+        await sandbox.kill_all()
         await run_solution(sandbox, task)
         honest = await verify(sandbox, task, baseline=baseline)
         assert honest.reward == 1.0, honest
