@@ -67,27 +67,31 @@ ATTACKS = {
 
 @pytest.fixture
 async def factory(provider: SandboxProvider, tmp_path: Path) -> AsyncIterator[LocalEnvironmentFactory]:
-    task = tiny_task(tmp_path, test=CHECK, verifier_timeout_s=1.5)
+    task = tiny_task(tmp_path, test=CHECK, verifier_timeout_s=15.0)
     yield LocalEnvironmentFactory({task.id: task}, provider)
     assert provider.live == 0
 
 
-async def verdict_after(factory: LocalEnvironmentFactory, command: str) -> Verdict:
+async def verdict_after(factory: LocalEnvironmentFactory, command: str, verify_s: float | None = None) -> Verdict:
     environment = factory.create()
     try:
         await environment.reset("tiny")
         await environment.step(Action(command=command, wait_seconds=2))
-        observation = await environment.step(Action(action_type="evaluate"))
+        observation = await environment.step(Action(action_type="evaluate", wait_seconds=verify_s))
         return Verdict.model_validate(observation.info["verdict"])
     finally:
         await environment.close()
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+# Each makes the tests hang, so that their whole budget goes by twice.
+HANGS = {"answer as a fifo", "answer as a sparse terabyte", "answer as a device"}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
 async def test_a_hostile_sandbox_scores_zero_and_the_honest_solution_of_the_task_one(
-    factory: LocalEnvironmentFactory, attack: str
+    factory: LocalEnvironmentFactory, name: str
 ) -> None:
-    attacked = await verdict_after(factory, attack)
+    attacked = await verdict_after(factory, ATTACKS[name], 2.0 if name in HANGS else None)
     assert attacked.reward == 0.0, attacked
     honest = await verdict_after(factory, SOLVE)
     assert (honest.reward, honest.attempts, honest.signals) == (1.0, 1, {}), honest
