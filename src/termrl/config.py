@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from termrl.agent.types import Limits
 from termrl.training.config import TrainingConfig
+from termrl.verifier.attribution import MissingVerdict
+from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
+from termrl.verifier.signals import Signal
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 
@@ -124,6 +127,23 @@ class EpisodeConfig(Section):
         )
 
 
+class VerifyConfig(Section):
+    """What is made of missing verdicts and of tamper signals (docs/verdicts.md lists the signals)."""
+
+    zero_on: tuple[Signal, ...] = Field(default=(), description="tamper signals that make any reward a 0")
+    recheck_on: tuple[Signal, ...] = Field(
+        default=tuple(sorted(DEFAULT_RECHECK_ON)),
+        description="tamper signals with which a pass must hold in an untouched sandbox too",
+    )
+    missing_verdict: MissingVerdict = Field(
+        default="attribute", description="attribute: ask untouched sandboxes whose fault it is; drop: never a reward"
+    )
+
+    def rules(self) -> VerifyRules:
+        """The verifier's rules."""
+        return VerifyRules(frozenset(self.zero_on), frozenset(self.recheck_on), self.missing_verdict)
+
+
 class SamplingConfig(Section):
     """How the policy samples. Training refuses what its loss cannot account for."""
 
@@ -194,6 +214,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
     episode: EpisodeConfig = EpisodeConfig()
+    verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()

@@ -145,7 +145,10 @@ async def open_parts(
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(
             environments=LocalEnvironmentFactory(
-                pools.by_id, provider, command_timeout_s=config.episode.command_timeout_s
+                pools.by_id,
+                provider,
+                command_timeout_s=config.episode.command_timeout_s,
+                rules=config.verify.rules(),
             ),
             sessions=ServerSessions(server, client, stop_at_fence=config.episode.stop_at_fence),
             gate=upstream if config.rollout.schedule == "lockstep" else None,
