@@ -91,16 +91,25 @@ def load_pools(config: TrainConfig) -> TaskPools:
     )
 
 
+def tasks_per_family(config: TrainConfig) -> int:
+    """How many training tasks of each family are generated: as many as are set, else as the run uses."""
+    uses = -(-config.steps * config.rollout.groups // len(_trained_families(config)))
+    return config.tasks.per_family or max(1, uses)
+
+
+def _trained_families(config: TrainConfig) -> tuple[str, ...]:
+    return config.tasks.families or tuple(name for name, family in FAMILIES.items() if family.level == 1)
+
+
 def generate_pools(config: TrainConfig, into: Path) -> TaskPools:
     """Write the bundled suite's tasks for this config below ``into`` and load them.
 
     Held-out tasks are the same whatever the run's seed, so that runs can be compared.
     """
-    trained = config.tasks.families or tuple(name for name, family in FAMILIES.items() if family.level == 1)
+    trained = _trained_families(config)
     untrained = config.evaluation.untrained_families
     evaluated = (config.evaluation.families or trained) + untrained
-    uses = -(-config.steps * config.rollout.groups // len(trained))
-    per_family = config.tasks.per_family or max(1, uses)
+    per_family = tasks_per_family(config)
     generate(into / "train", split="train", families=trained, per_family=per_family, seed=config.seed)
     generate(into / "held-out", split="eval", families=evaluated, per_family=config.evaluation.per_family, seed=0)
     train = TaskSet.load(into / "train")

@@ -63,10 +63,11 @@ class Owner:
         self._lock = -1
 
 
-def sweep(state: Path | None = None) -> Swept:
+def sweep(state: Path | None = None, *, own: bool = False) -> Swept:
     """Remove the processes, folders and cgroups of every owner that is dead.
 
-    A live owner's are never touched. ``state`` as in :func:`termrl.sandboxes.host.state_folder`.
+    A live owner's are never touched, except with ``own`` those of this process, which is about to end. ``state`` as in
+    :func:`termrl.sandboxes.host.state_folder`.
     """
     owners = state_folder(state) / "owners"
     swept = Swept()
@@ -74,7 +75,7 @@ def sweep(state: Path | None = None) -> Swept:
         return swept
     for folder in sorted(owners.iterdir()):
         if not folder.name.startswith(".new-"):
-            if _is_live(folder):
+            if _is_live(folder) and not (own and folder.name.startswith(f"{os.getpid()}-")):
                 swept.live_owners += 1
                 continue
         elif time.time() - _mtime(folder) < 60:
