@@ -8,6 +8,7 @@ process, so that its imports are paid once.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401 - imported before the forks
 
 from termrl.config import TrainConfig
 from termrl.errors import RunError
@@ -23,6 +23,19 @@ from termrl.runs.store import RunStore
 from termrl.settings import load_settings, to_toml
 from termrl.training.events import Silent
 from termrl.training.local import prepare, train
+
+_IMPORTED_ONCE = (
+    "openai",
+    "pyarrow.parquet",
+    "termrl.capture.render",
+    "termrl.capture.server",
+    "termrl.engine.transformers",
+    "termrl.training.grpo",
+    "termrl.training.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+    "uvicorn.protocols.http.auto",
+)
 
 
 def work(run: Path, config: TrainConfig) -> None:
@@ -54,6 +67,8 @@ def main() -> None:
     """See the module."""
     folder, points = Path(sys.argv[1]), int(sys.argv[2])
     config = load_settings(TrainConfig, flags=sys.argv[3:]).config
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
     fsync, calls = os.fsync, 0
 
     def counting(kill_at: int | None, report: int | None = None) -> Callable[[int], None]:

@@ -14,7 +14,7 @@ _OF_THIS_TIME = ("timings", "sessions", "session_id", "run_dir", "seconds", "wal
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Metrics, episodes, tokens, summary, and the sha256 of each tensor file of the newest checkpoint."""
+    """Metrics, episodes, tokens, summary, and the newest checkpoint's score and tensors."""
     import pyarrow.parquet as pq
 
     newest = sorted(path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-"))[-1]
@@ -28,7 +28,7 @@ def outcome(run: Path) -> dict[str, Any]:
         "summary": timeless(orjson.loads((run / "summary.json").read_bytes())),
         "checkpoint": {
             "score": orjson.loads((newest / "checkpoint.json").read_bytes())["score"],
-            **{str(path.relative_to(newest)): _sha256(path) for path in sorted(newest.rglob("*.safetensors"))},
+            **{str(path.relative_to(newest)): _tensors(path) for path in sorted(newest.rglob("*.safetensors"))},
         },
         "kept": sorted(path.name for path in (run / "checkpoints").iterdir()),
     }
@@ -52,5 +52,8 @@ def timeless(value: Any) -> Any:
     return value
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _tensors(path: Path) -> dict[str, str]:
+    """The sha256 of each tensor (the file's order of them is not fixed)."""
+    from safetensors.numpy import load_file
+
+    return {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in sorted(load_file(path).items())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,7 +16,11 @@ import orjson
 import psutil
 import pytest
 
+from termrl.config import TrainConfig
 from termrl.runs.files import read_jsonl
+from termrl.runs.store import RunStore
+from termrl.settings import load_settings, to_toml
+from termrl.training.events import Silent
 from tests.endtoend.outcome import differences, outcome
 from tests.endtoend.tiny import write_model, write_tasks
 
@@ -60,6 +65,16 @@ def flags(world: Path, **overrides: object) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
+def run_here(world: Path, run: Path, **overrides: object) -> Path:
+    from termrl.training.local import prepare, train
+
+    config = load_settings(TrainConfig, flags=flags(world, checkpoint__keep=9, **overrides)).config
+    model, pools = prepare(config)
+    with RunStore.create(run, given="", resolved=to_toml(config)) as store:
+        asyncio.run(train(config, store, Silent(), model=model, pools=pools))
+    return run
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "termrl", "train", *arguments],
@@ -84,7 +99,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 def killed(world: Path) -> tuple[Path, dict[int, tuple[int, int]]]:
     """Runs killed at points spread over all moments at which they make something durable, then resumed."""
     folder = world / "killed"
-    program = [sys.executable, "-m", "tests.endtoend.killed_at", str(folder), "9", *flags(world, evaluation__every=1)]
+    program = [sys.executable, "-m", "tests.endtoend.killed_at", str(folder), "7", *flags(world, evaluation__every=1)]
     done = subprocess.run(program, env={**os.environ, **VARIABLES}, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     total, *points = done.stdout.splitlines()
@@ -97,7 +112,7 @@ def test_a_run_killed_wherever_it_makes_something_durable_resumes_to_the_same_ou
 ) -> None:
     folder, points = killed
     expected = outcome(folder / "whole")
-    assert len(points) == 9
+    assert len(points) == 7
     for at, (first, then) in points.items():
         assert (first, then) == (signal.SIGKILL, 0), f"killed at {at}"
         assert differences(expected, outcome(folder / f"at-{at}")) == [], f"killed at {at}"
@@ -125,12 +140,8 @@ def test_evaluated_checkpoints_are_scored_by_their_evaluation(
 
 @pytest.fixture(scope="module")
 def whole(world: Path) -> Path:
-    """An undisturbed run of three steps, by the command line."""
-    run = world / "three"
-    process = start(*flags(world, steps=3, checkpoint__keep=9), "--run-dir", str(run))
-    error = process.communicate(timeout=100)[1]
-    assert process.returncode == 0, error
-    return run
+    """An undisturbed run of three steps."""
+    return run_here(world, world / "three", steps=3)
 
 
 def test_a_checkpoint_is_scored_by_what_its_own_weights_sampled(whole: Path) -> None:
@@ -145,10 +156,7 @@ def test_a_checkpoint_is_scored_by_what_its_own_weights_sampled(whole: Path) -> 
 
 
 def test_more_steps_of_a_finished_run_are_those_of_a_longer_run(world: Path, whole: Path) -> None:
-    run = world / "longer"
-    process = start(*flags(world, steps=1, checkpoint__keep=9), "--run-dir", str(run))
-    error = process.communicate(timeout=100)[1]
-    assert process.returncode == 0, error
+    run = run_here(world, world / "longer", steps=1)
     assert orjson.loads((run / "summary.json").read_bytes())["steps"] == 1
     # the original command again, with another number of steps
     process = start(*flags(world, steps=3, checkpoint__keep=9), "--run-dir", str(run), "--resume", str(run))
