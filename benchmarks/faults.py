@@ -31,6 +31,7 @@ from tests.endtoend.faults import FaultyProvider, faulty
 from tests.endtoend.tiny import write_model, write_tasks
 
 _LAST_STEPS = 3
+_HELD_OUT = 32
 _TINY = {
     "model.threads": 1,
     "rollout.groups": 1,
@@ -39,7 +40,7 @@ _TINY = {
     "episode.max_tokens": 4,
     "training.lr": 0.01,
     "training.warmup_steps": 0,
-    "steps": 8,
+    "steps": 12,
 }
 
 
@@ -49,7 +50,7 @@ def _settings(folder: Path, arguments: argparse.Namespace) -> list[str]:
     else:
         write_model(folder / "model")
         write_tasks(folder / "train", ("apple",))
-        for take in range(8):
+        for take in range(_HELD_OUT):
             write_tasks(folder / "held-out", ("apple",), prefix=f"eval-{take}")
         settings = {
             **_TINY,

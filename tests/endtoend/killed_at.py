@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def in_fork(body: Callable[[], None]) -> int:
         try:
             body()
         except BaseException:
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
             os._exit(1)
         os._exit(0)
     return os.waitpid(pid, 0)[1]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from termrl.runs.files import read_jsonl
 from termrl.runs.store import RunStore
 from termrl.settings import load_settings, to_toml
 from termrl.training.events import Silent
+from tests.endtoend.faults import FaultyProvider, faulty
 from tests.endtoend.outcome import differences, outcome
 from tests.endtoend.tiny import write_model, write_tasks
 
@@ -279,6 +281,68 @@ def test_every_process_of_a_run_dies_with_it(busy: tuple[subprocess.Popen[str], 
     process.kill()
     process.wait()
     assert wait_until(lambda: not any(psutil.pid_exists(pid) and _lives(pid) for pid in below), 10)
+
+
+HANGING = """
+import sys, threading
+from termrl.cli import main
+from termrl.engine.transformers import EmbeddedEngine
+
+plain, turns = EmbeddedEngine.generate, 0
+
+def generate(self, requests, **options):
+    global turns
+    turns += 1
+    if turns > 3:
+        threading.Event().wait()
+    return plain(self, requests, **options)
+
+EmbeddedEngine.generate = generate
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_an_engine_that_hangs_ends_the_run_which_can_be_resumed(world: Path, state: Path) -> None:
+    run = world / "hanging"
+    settings = [*flags(world, steps=2, episode__max_turns=1), "--stop.engine_s", "1", "--run-dir", str(run)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, *settings], env={**os.environ, **VARIABLES}, stderr=subprocess.PIPE, text=True
+    )
+    error = process.communicate(timeout=110)[1]
+    assert process.returncode == 1, error
+    assert "the engine does not answer any more (the engine gave no turn in 1 s)" in error
+    assert f"train --resume {run}" in error
+    assert list((state / "owners").iterdir()) == []
+    summary = orjson.loads((run / "summary.json").read_bytes())
+    assert "does not answer" in summary["stopped"]
+    assert (summary["steps"], summary["eval_after"]) == (2, None)  # it was the last evaluation that hung
+    resumed = start("--resume", str(run))
+    error = resumed.communicate(timeout=110)[1]
+    assert resumed.returncode == 0, error
+    assert orjson.loads((run / "summary.json").read_bytes())["eval_after"] is not None
+
+
+def test_injected_faults_are_counted_by_cause_and_never_rewarded(world: Path) -> None:
+    from termrl.training.local import prepare, train
+
+    made: list[FaultyProvider] = []
+    config = load_settings(TrainConfig, flags=flags(world, rollout__samples=16)).config
+    model, pools = prepare(config)
+    with RunStore.create(world / "faulty", given="", resolved=to_toml(config)) as store:
+        opened = faulty(0.4, 3, made)
+        work = train(config, store, Silent(), model=model, pools=pools, open_sandboxes=opened)
+        summary = asyncio.run(work)
+        episodes = list(store.episodes())
+    injected = {str(cause): count for cause, count in made[0].injected.items()}
+    assert injected.keys() == {"sandbox_start", "sandbox_lost", "verifier_crash"}
+    assert Counter(e["cause"] for e in episodes if e["reward"] is None) == injected
+    assert not any(e["trained"] or e["advantage"] for e in episodes if e["cause"] in injected)
+    assert summary["episodes"] == 32
+    dropped = Counter(summary["dropped"])
+    for part in summary["eval_dropped"].values():
+        dropped.update(part)
+    assert dropped == injected
+    assert summary["tokens_trained"] == summary["tokens_captured"] - summary["tokens_masked"]
 
 
 def _lives(pid: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self
 INTERRUPTED = 130
 TERMINATED = 143
 DRAIN_S = 300.0
+CLOSE_S = 90.0
 
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -57,9 +58,11 @@ class Interrupts:
         assert task is not None
         self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
 
-    def detach(self) -> None:
-        """The task has ended."""
+    def detach(self, *, failed: bool) -> None:
+        """The task has ended; what still holds up the event loop's end after a while is left behind."""
         self._cancel = None
+        if self._timer is None:
+            self._end_in(CLOSE_S, self.code or int(failed), "what it waited for did not end")
 
     def end_now(self, code: int, message: str) -> NoReturn:
         """End the process without waiting for anything; what it holds of sandboxes is removed first."""
@@ -78,11 +81,14 @@ class Interrupts:
         if self.code is not None:
             self.end_now(code, f"\nended at once; {self._farewell}")
         self.code = code
-        self._timer = threading.Timer(
-            self._drain_s, self.end_now, (code, f"\nnot ended in {self._drain_s:g} s, so at once; {self._farewell}")
-        )
-        self._timer.daemon = True
-        self._timer.start()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_in(self._drain_s, code, f"not ended in {self._drain_s:g} s, so at once")
         if self._cancel is None:
             raise KeyboardInterrupt
         self._cancel()
+
+    def _end_in(self, seconds: float, code: int, why: str) -> None:
+        self._timer = threading.Timer(seconds, self.end_now, (code, f"\n{why}; {self._farewell}"))
+        self._timer.daemon = True
+        self._timer.start()

@@ -127,14 +127,16 @@ def _run(console: Console, config: TrainConfig, store: RunStore, watchers: Seque
 
     async def work() -> None:
         interrupts.attach()
+        failed = True
         try:
             with TrainDisplay(console, program=program) as display:
                 await run_training(config, store, Together([display, *watchers, *tracked]), **parts)
+            failed = False
         except HungError as error:
             # the thread that hangs would hold up every orderly end
             interrupts.end_now(error.exit_code, f"termrl: error: {error.message}\n  hint: {go_on}")
         finally:
-            interrupts.detach()
+            interrupts.detach(failed=failed)
 
     # a tracker closes after the sweep: what it has to send must not keep sandboxes waiting
     with (
