@@ -38,7 +38,7 @@ _TINY = {
     "rollout.samples": 24,
     "episode.max_turns": 2,
     "episode.max_tokens": 4,
-    "training.lr": 0.01,
+    "training.lr": 0.005,
     "training.warmup_steps": 0,
     "steps": 12,
 }

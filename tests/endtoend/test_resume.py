@@ -26,6 +26,8 @@ from tests.endtoend.faults import FaultyProvider, faulty
 from tests.endtoend.outcome import differences, outcome
 from tests.endtoend.tiny import write_model, write_tasks
 
+pytestmark = pytest.mark.timeout(300)  # on a busy machine
+
 ROOT = Path(__file__).parents[2]
 VARIABLES = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
 
@@ -285,6 +287,7 @@ def test_every_process_of_a_run_dies_with_it(busy: tuple[subprocess.Popen[str], 
 
 HANGING = """
 import sys, threading
+import termrl.training.local
 from termrl.cli import main
 from termrl.engine.transformers import EmbeddedEngine
 
@@ -298,6 +301,7 @@ def generate(self, requests, **options):
     return plain(self, requests, **options)
 
 EmbeddedEngine.generate = generate
+termrl.training.local._CLOSE_S = 2.0
 main(["train", *sys.argv[1:]])
 """
 
@@ -308,7 +312,10 @@ def test_an_engine_that_hangs_ends_the_run_which_can_be_resumed(world: Path, sta
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING, *settings], env={**os.environ, **VARIABLES}, stderr=subprocess.PIPE, text=True
     )
-    error = process.communicate(timeout=110)[1]
+    try:
+        error = process.communicate(timeout=110)[1]
+    finally:
+        process.kill()
     assert process.returncode == 1, error
     assert "the engine does not answer any more (the engine gave no turn in 1 s)" in error
     assert f"train --resume {run}" in error
@@ -326,7 +333,10 @@ def test_injected_faults_are_counted_by_cause_and_never_rewarded(world: Path) ->
     from termrl.training.local import prepare, train
 
     made: list[FaultyProvider] = []
-    config = load_settings(TrainConfig, flags=flags(world, rollout__samples=16)).config
+    for take in range(5):
+        write_tasks(world / "more", ("cedar",), prefix=f"eval-{take}")
+    overrides = {"evaluation.dir": world / "more", "rollout.samples": 16}
+    config = load_settings(TrainConfig, flags=flags(world, **overrides)).config
     model, pools = prepare(config)
     with RunStore.create(world / "faulty", given="", resolved=to_toml(config)) as store:
         opened = faulty(0.4, 3, made)
@@ -374,14 +384,12 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_no_sandbox(
     busy: tuple[subprocess.Popen[str], Path, list[int]], state: Path
 ) -> None:
     process, run, below = busy
-    process.send_signal(signal.SIGSTOP)  # so that both arrive before either is acted upon
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
-    wait_until(lambda: process.poll() is not None, 0.02)
-    process.send_signal(signal.SIGINT)
+    # pending signals of one kind are one: send until it is gone
+    assert wait_until(lambda: process.send_signal(signal.SIGINT) or process.poll() is not None, 20)
     error = process.communicate(timeout=20)[1]
     assert process.returncode == 130, error
     assert "Traceback" not in error
+    assert "ended at once; go on with: " in error
     assert f"--resume {run}" in error
     assert wait_until(lambda: not any(_lives(pid) for pid in below), 10)
     assert list((state / "owners").iterdir()) == []

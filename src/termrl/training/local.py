@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from termrl.agent.prompts import opening
 from termrl.config import TrainConfig
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
 
-_CLOSE_S = 60.0
+T = TypeVar("T")
+
+_CLOSE_S = 15.0
 
 
 class Checkpoints:
@@ -142,7 +144,7 @@ async def open_parts(
 ) -> AsyncIterator[Parts]:
     """Open everything that the loop drives; all of it is closed on every path, sandboxes last.
 
-    Closing is bounded: what does not end within a minute is left to the process's own end.
+    Closing is bounded: what does not end in time is left to the process's own end.
     """
     from termrl.agent.policy import chat_client
     from termrl.capture.render import renderer_for
@@ -163,7 +165,7 @@ async def open_parts(
         (watcher or Silent()).sandboxes(lambda: provider.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(_bounded, upstream.aclose)
-        server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
+        server = await stack.enter_async_context(_closed_in_time(serve(upstream, renderer_for(model))))
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(
             environments=LocalEnvironmentFactory(
@@ -179,7 +181,16 @@ async def open_parts(
         yield Parts(trainer, engine, scheduler, pools, saver)
 
 
-async def _bounded(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+@asynccontextmanager
+async def _closed_in_time(context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    value = await context.__aenter__()
+    try:
+        yield value
+    finally:
+        await _bounded(lambda: context.__aexit__(None, None, None))
+
+
+async def _bounded(close: Callable[[], Coroutine[Any, Any, object]]) -> None:
     with contextlib.suppress(TimeoutError):
         await within(_CLOSE_S, close())
 
