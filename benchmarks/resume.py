@@ -120,6 +120,8 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
                     kills += 1
                     killed_here += 1
                 process.communicate()
+                if ended and process.returncode != 0:
+                    raise SystemExit(f"run {runs} failed by itself ({process.returncode})")
             if not ended:
                 _finish(_start(run, settings))
             different = differences(expected, outcome(run))

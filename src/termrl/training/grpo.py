@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from termrl.agent.types import Episode
 from termrl.config import TrainConfig
 from termrl.errors import RunError
-from termrl.rollout.curriculum import pick_tasks
+from termrl.rollout.curriculum import Curriculum, family_levels, pick_tasks
 from termrl.rollout.groups import Batch, Group, build_batch
 from termrl.rollout.pools import TaskPools
 from termrl.rollout.scheduler import Attempt, Scheduler
@@ -103,6 +103,10 @@ class GRPO:
         self._progress = progress
         self._watcher = watcher
         self._saved = -1 if progress.logs is None else progress.step
+        self._levels: dict[str, int] = {}
+        if config.tasks.curriculum.enabled:
+            self._levels = family_levels(parts.pools.train)
+            progress.curriculum = progress.curriculum or Curriculum.begin(self._levels)
 
     async def run(self) -> None:
         """Train to the end; ``progress`` holds the outcome.
@@ -142,7 +146,10 @@ class GRPO:
         """The step's groups: ``samples`` episodes of each of ``groups`` tasks, on the current weights."""
         config = self._config
         n = config.rollout.samples
-        tasks = pick_tasks(self._parts.pools.train, step=step, count=config.rollout.groups, seed=config.seed)
+        curriculum = self._progress.curriculum
+        stages = curriculum.stages(self._levels) if curriculum is not None else None
+        families, count = self._parts.pools.train, config.rollout.groups
+        tasks = pick_tasks(families, step=step, count=count, seed=config.seed, stages=stages)
         attempts: list[Attempt] = []
         for group, task in enumerate(tasks):
             first = n * sum(earlier.id == task.id for earlier in tasks[:group])  # a task may come twice in a step
@@ -176,9 +183,14 @@ class GRPO:
         episodes = [episode for group in groups for episode in group.episodes]
         metrics = {**rollout_metrics(groups, batch), **capture_metrics(episodes), **update_metrics(update)}
         metrics |= perf_metrics(timings, episodes=len(episodes), tokens=int(metrics["rollout/tokens_captured"]))
+        curriculum = self._progress.curriculum
+        if curriculum is not None:
+            metrics["rollout/level"] = curriculum.level
         self._score_previous(step, metrics.get("rollout/raw_reward"))
         self._record(step, groups, batch, metrics)
         self._progress.finish_step(step, metrics, batch)
+        if curriculum is not None and curriculum.finish_step(step, groups, self._levels, self._config.tasks.curriculum):
+            self._progress.moved_up()
         self._progress.engine_s = self._engine_s()
         self._watcher.step(step, metrics)
 
@@ -254,7 +266,8 @@ class GRPO:
         reason = progress.hopeless(stop)
         if reason is not None:
             raise RunError(f"step {progress.step}: {reason}", hint=f"look at {self._store.path / 'episodes.jsonl'}")
-        if progress.solved_steps >= stop.dead_steps:
+        more = progress.curriculum is not None and progress.curriculum.next_level(self._levels) is not None
+        if progress.solved_steps >= stop.dead_steps and not more:
             progress.stopped = f"solved: {progress.solved_steps} steps in a row passed every episode"
         limit = self._config.max_wall_s
         if limit is not None and progress.wall_s + progress.longest_step_s + progress.evaluation_s > limit:
