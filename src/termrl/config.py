@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from termrl.agent.types import Limits
+from termrl.rollout.bounded import Bounds
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
 from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
@@ -108,6 +109,10 @@ class EpisodeConfig(Section):
         default=2, ge=0, description="replies without a runnable command before the episode ends"
     )
     verify_timeout_s: float | None = Field(default=None, gt=0, description="none: the task's own")
+    reset_s: float = Field(default=600.0, gt=0, description="an environment that takes longer to start is lost")
+    grace_s: float = Field(
+        default=60.0, gt=0, description="an environment that answers so much later than it should is lost"
+    )
     stop_at_fence: bool = Field(default=True, description="end a turn once its command block is closed")
     lenient: bool = Field(default=False, description="the reply parser's lenient mode")
 
@@ -183,6 +188,12 @@ class StopConfig(Section):
         default=6, ge=1, description="steps in a row without a group that has both passes and failures"
     )
     no_verdict_steps: int = Field(default=2, ge=1, description="steps in a row in which no episode got a verdict")
+    engine_s: float = Field(
+        default=900.0, gt=0, description="an engine that gives no turn for so long, while it alone is waited for, hangs"
+    )
+    phase_s: float | None = Field(
+        default=None, gt=0, description="bound on one rollout or evaluation: what still runs then has no verdict"
+    )
 
 
 class TrackConfig(Section):
@@ -221,6 +232,10 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     track: TrackConfig = TrackConfig()
+
+    def bounds(self) -> Bounds:
+        """How long a rollout or an evaluation waits for environments and engine."""
+        return Bounds(self.episode.reset_s, self.episode.grace_s, self.stop.engine_s, self.stop.phase_s)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -47,6 +47,10 @@ class RunError(TermrlError):
     """A run folder that cannot be used, or a run that cannot go on; says why."""
 
 
+class HungError(RunError):
+    """A thread of this process waits for what never comes: nothing but the end of the process frees it."""
+
+
 class SandboxError(TermrlError):
     """The sandbox, not the policy, failed. ``cause`` is a name of :class:`termrl.verifier.verdict.Cause`."""
 

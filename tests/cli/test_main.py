@@ -81,7 +81,6 @@ def test_bad_settings_are_all_named_at_once_before_anything_is_made(tmp_path: Pa
         (("train", "-c"), 2, "requires an argument"),
         (("train", "-c", "absent.toml"), 2, "absent.toml: no such file"),
         (("train", "--resume", "absent"), 1, "absent: no run to resume here"),
-        (("train", "--resume", "absent", "--seed", "1"), 2, "give no others"),
         (("train", "--tasks.dir", "here"), 2, "evaluation.dir is required"),
         (("train", "--tasks.dir", "absent", "--evaluation.dir", "absent"), 2, "absent: no such folder"),
         (("train", "--tasks.families", "make-dirr"), 2, "unknown family make-dirr; did you mean make-dir?"),

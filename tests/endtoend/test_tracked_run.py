@@ -254,10 +254,10 @@ def test_ctrl_c_in_a_tracked_run_closes_the_tracker_and_leaves_no_process(world:
 def test_a_resumed_run_may_be_tracked_elsewhere_but_not_changed(world: Path) -> None:
     run = world / "untracked"
     run_here(world, run, Silent())
-    process = start("--resume", str(run), "--steps", "9")
+    process = start("--resume", str(run), "--training.lr", "9")
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert "--resume takes the run's own settings" in error
+    assert "training.lr would change: 0.02 → 9.0" in error
     before = (run / "config.toml").read_bytes()
     process = start("--resume", str(run), "--track", "tensorboard")
     error = process.communicate(timeout=60)[1]

@@ -109,7 +109,8 @@ def test_sigkill_in_mid_write_leaves_whole_files(tmp_path: Path, delay_s: float)
             read = orjson.loads(summary.read_bytes())
             assert read["n"] == read["end"]
         last = records[-1]["step"] - 1
-        store.rewind(last)
+        lines = (store.path / "episodes.jsonl").read_bytes().splitlines(keepends=True)
+        store.rewind({"metrics.jsonl": 0, "episodes.jsonl": len(b"".join(lines[: 200 * (last + 1)]))}, step=last)
         assert not [p.name for p in store.path.iterdir() if p.name.startswith(".")]
         kept = list(store.episodes())
         assert len(kept) == 200 * (last + 1)
@@ -137,18 +138,43 @@ def test_tokens_read_back_exactly(tmp_path: Path) -> None:
     assert (row["step"], row["advantage"], row["trained"], row["policy_versions"]) == (3, 0.5, True, [-1, 3, 3])
 
 
-def test_rewinding_forgets_later_steps_and_the_evaluation_after_the_step(tmp_path: Path) -> None:
+def test_rewinding_forgets_what_came_after_the_mark(tmp_path: Path) -> None:
     segment = Segment("s", (1,), (1,), (-0.5,), (0,), 0.8, 1)
     with create(tmp_path / "run") as store:
+        marks = []
         for step in (1, 2, 3):
-            store.append_episodes([{"step": step, "phase": "train"}, {"step": step, "phase": "eval"}])
+            store.append_episodes([{"step": step, "phase": "train"}])
             store.append_metrics({"step": step, "phase": "train"})
+            marks.append(store.mark())
+            store.append_episodes([{"step": step, "phase": "eval"}])
             store.append_metrics({"step": step, "phase": "eval"})
             store.write_tokens(step, [TokenRow(step, 0, 0, "t", 1.0, 0.5, True, segment)])
         store.write_summary({"done": True})
-        store.rewind(2)
+        store.rewind(marks[1], step=2)
         kept = [(1, "train"), (1, "eval"), (2, "train")]
         assert [(r["step"], r["phase"]) for r in store.metrics()] == kept
         assert [(r["step"], r["phase"]) for r in store.episodes()] == kept
         assert sorted(p.name for p in (store.path / "tokens").iterdir()) == ["step-0001.parquet", "step-0002.parquet"]
         assert not (store.path / "summary.json").exists()
+        with pytest.raises(RunError, match="bytes where"):
+            store.rewind(marks[2], step=3)
+        store.rewind(None, step=0)
+        assert list(store.metrics()) == list(store.episodes()) == list((store.path / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "written",
+    [[], [".config.given.toml.x"], ["config.given.toml"], ["config.given.toml", "versions.json", ".config.toml.x"]],
+)
+def test_a_beginning_that_was_killed_is_begun_again_and_cannot_be_resumed(tmp_path: Path, written: list[str]) -> None:
+    run = tmp_path / "run"
+    for folder in ("tokens", "checkpoints"):
+        (run / folder).mkdir(parents=True)
+    for name in written:
+        (run / name).write_text("half")
+    with pytest.raises(RunError, match="no run to resume") as refused:
+        RunStore.resume(run)
+    assert "started again" in (refused.value.hint or "")
+    with create(run) as store:
+        assert store.config() == {"steps": 1, "seed": 0}
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]

@@ -31,7 +31,8 @@ def export(
         Write whole weights (safetensors, tokenizer and config; transformers loads it) instead of the LoRA adapter
         in peft's format, which belongs to exactly the base model of the run.
     which
-        The newest checkpoint, or the one with the highest mean reward.
+        The newest checkpoint, or the one with the highest score: its evaluation's pass rate; where none is made
+        during training, the mean reward of the rollouts that its weights sampled.
     """
     from termrl.config import TrainConfig
     from termrl.engine.bundled import ensure_model

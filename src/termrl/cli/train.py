@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,14 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from termrl.cli.interrupts import INTERRUPTED, Interrupts
 from termrl.config import TrainConfig
-from termrl.errors import ConfigError
+from termrl.errors import HungError
 from termrl.runs.store import RunStore
 from termrl.settings import Loaded, load_settings, to_toml
 
 if TYPE_CHECKING:
     from termrl.training.events import Watcher
-
-INTERRUPTED = 130
-TERMINATED = 143
 
 SHORT_FORMS = {
     "--sandbox": "--sandbox.backend",
@@ -54,7 +51,8 @@ def train(
     config
         TOML file; may be given several times, later ones win.
     resume
-        Run folder of a run that stopped: goes on from its newest checkpoint, with the settings saved there.
+        Run folder of a run that stopped: goes on from its newest checkpoint, with the settings saved there. Settings
+        given beside it must be the same, but for those that no figure depends on (--steps, --track, …).
     track
         Experiment tracker that also gets the figures: wandb, tensorboard, trackio or none.
     prometheus_port
@@ -67,24 +65,28 @@ def train(
         show_keys(console)
         return 0
     tracking_flags = _tracking_flags(track, prometheus_port)
-    if resume is not None:
-        if settings or config:
-            raise ConfigError(
-                "--resume takes the run's own settings: give no others beside it",
-                hint="only where figures go may differ: --track, --prometheus-port",
-            )
-        with RunStore.resume(resume) as store:
-            saved = load_settings(TrainConfig, files=[resume / "config.toml"], flags=tracking_flags)
-            with _figures(saved.config) as watchers:
-                model, pools = _prepare(saved.config)
-                return _run(console, saved.config, store, watchers, model=model, pools=pools, resume=True)
     flags = [*map(_long, settings), *tracking_flags]
+    if resume is not None:
+        return _resume(console, resume, config, flags)
     loaded = load_settings(TrainConfig, files=config, environ=os.environ, flags=flags)
     with _figures(loaded.config) as watchers:
         model, pools = _prepare(loaded.config)
         run_dir = _run_dir(loaded.config, config)
         with RunStore.create(run_dir, given=_given(loaded), resolved=_resolved(loaded)) as store:
             return _run(console, loaded.config, store, watchers, model=model, pools=pools, resume=False)
+
+
+def _resume(console: Console, run: Path, files: Sequence[Path], flags: Sequence[str]) -> int:
+    from termrl.runs.resume import changed_versions, kept_config, resumed_config
+
+    with RunStore.resume(run) as store:
+        config = resumed_config(run, files=files, environ=os.environ, flags=flags)
+        with _figures(config) as watchers:
+            model, pools = _prepare(config)
+            store.keep_config(to_toml(kept_config(run, config)))
+            for name, (then, now) in changed_versions(store).items():
+                _warn(f"{name} was {then or 'absent'}, is {now or 'absent'}: figures may differ from one run's")
+            return _run(console, config, store, watchers, model=model, pools=pools, resume=True)
 
 
 def _tracking_flags(track: str | None, prometheus_port: str | None) -> list[str]:
@@ -114,45 +116,44 @@ def _run(console: Console, config: TrainConfig, store: RunStore, watchers: Seque
     """Run to the end; Ctrl-C and SIGTERM checkpoint, close every sandbox, sweep, and give their own exit codes."""
     from termrl.cli.display import TrainDisplay, program_name
     from termrl.runs.trackers import tracking
+    from termrl.sandboxes.sweep import sweep
     from termrl.training.events import Together
     from termrl.training.local import train as run_training
 
     program = program_name(sys.argv[0])
-    terminated = False
+    go_on = f"go on with: {program} train --resume {store.path}"
+    state = config.sandbox.settings.get("state")
+    state_folder = None if state is None else Path(state)
 
     async def work() -> None:
-        nonlocal terminated
-        this = asyncio.current_task()
-        assert this is not None
-
-        def terminate() -> None:
-            nonlocal terminated
-            terminated = True
-            this.cancel()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        with TrainDisplay(console, program=program) as display:
-            await run_training(config, store, Together([display, *watchers, *tracked]), **parts)
+        interrupts.attach()
+        failed = True
+        try:
+            with TrainDisplay(console, program=program) as display:
+                await run_training(config, store, Together([display, *watchers, *tracked]), **parts)
+            failed = False
+        except HungError as error:
+            # the thread that hangs would hold up every orderly end
+            interrupts.end_now(error.exit_code, f"termrl: error: {error.message}\n  hint: {go_on}")
+        finally:
+            interrupts.detach(failed=failed)
 
     # a tracker closes after the sweep: what it has to send must not keep sandboxes waiting
-    with tracking(config, store.path, resumed=parts["resume"], warn=_warn) as tracked:
+    with (
+        Interrupts(go_on, state=state_folder) as interrupts,
+        tracking(config, store.path, resumed=parts["resume"], warn=_warn) as tracked,
+    ):
         try:
             asyncio.run(work())
         except (KeyboardInterrupt, asyncio.CancelledError):
-            _sweep()
-            print(f"\ninterrupted; go on with: {program} train --resume {store.path}", file=sys.stderr)
-            return TERMINATED if terminated else INTERRUPTED
+            sweep(state_folder)
+            print(f"\ninterrupted; {go_on}", file=sys.stderr)
+            return interrupts.code or INTERRUPTED
     return 0
 
 
 def _warn(line: str) -> None:
     print(f"termrl: warning: {line}", file=sys.stderr)
-
-
-def _sweep() -> None:
-    from termrl.sandboxes.sweep import sweep
-
-    sweep()
 
 
 def _long(flag: str) -> str:

@@ -110,19 +110,24 @@ def load_pools(config: TrainConfig) -> TaskPools:
     )
 
 
+def tasks_per_family(config: TrainConfig) -> int:
+    """How many training tasks of each family are generated: as many as are set, else as the run uses."""
+    chosen = _trained_families(config)
+    lowest = min(family.level for family in chosen)
+    shared = [family for family in chosen if family.level == lowest] if config.tasks.curriculum.enabled else chosen
+    uses = -(-config.steps * config.rollout.groups // len(shared))
+    return config.tasks.per_family or max(1, uses)
+
+
 def generate_pools(config: TrainConfig, into: Path) -> TaskPools:
     """Write the bundled suite's tasks for this config below ``into`` and load them.
 
     Held-out tasks are the same whatever the run's seed, so that runs can be compared.
     """
-    chosen = _trained_families(config)
-    trained = tuple(family.name for family in chosen)
+    trained = tuple(family.name for family in _trained_families(config))
     untrained = config.evaluation.untrained_families
     evaluated = (config.evaluation.families or trained) + untrained
-    lowest = min(family.level for family in chosen)
-    shared = [family for family in chosen if family.level == lowest] if config.tasks.curriculum.enabled else chosen
-    uses = -(-config.steps * config.rollout.groups // len(shared))
-    per_family = config.tasks.per_family or max(1, uses)
+    per_family = tasks_per_family(config)
     generate(into / "train", split="train", families=trained, per_family=per_family, seed=config.seed)
     generate(into / "held-out", split="eval", families=evaluated, per_family=config.evaluation.per_family, seed=0)
     train = TaskSet.load(into / "train")

@@ -12,8 +12,11 @@ from termrl.agent.episode import run_episode
 from termrl.agent.types import Episode, Limits, Opening, Policy
 from termrl.capture.segments import Segment
 from termrl.environment.protocol import Environment
-from termrl.errors import ConfigError, SandboxError, TaskError, TermrlError
+from termrl.errors import ConfigError, HungError, SandboxError, TaskError, TermrlError
+from termrl.rollout.bounded import BoundedEnvironment, Bounds, Pulse, WatchedPolicy, within
 from termrl.verifier.verdict import Cause, EndReason, Verdict
+
+_SETTLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Scheduler:
         opening: how each conversation begins.
         concurrency: episodes alive at once. In lock-step the attempts run in waves of this size, so that which
             turns share a batch does not depend on timing.
+        bounds: how long anything may be waited for.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class Scheduler:
         gate: Gate | None,
         opening: Opening,
         concurrency: int,
+        bounds: Bounds | None = None,
     ) -> None:
         self._environments = environments
         self._sessions = sessions
         self._gate = gate
         self._opening = opening
         self._concurrency = concurrency
+        self._bounds = bounds or Bounds()
 
     async def run(
         self,
@@ -117,12 +123,14 @@ class Scheduler:
 
         Raises:
             TaskError, ConfigError: a task that the environment can never run; the other episodes are cancelled.
+            HungError: the engine does not answer any more.
         """
+        pulse = Pulse(self._bounds)
         episodes: list[Episode] = []
         if self._gate is None:
             slots = asyncio.Semaphore(self._concurrency)
-            episodes = await self._wave(attempts, slots, limits, temperature, on_end)
-            await self._sessions.settle()
+            episodes = await self._wave(attempts, slots, pulse, limits, temperature, on_end)
+            await self._settle(pulse)
             return episodes
         for start in range(0, len(attempts), self._concurrency):
             wave = attempts[start : start + self._concurrency]
@@ -130,47 +138,74 @@ class Scheduler:
             for attempt in wave:
                 self._gate.enter(attempt.order)
             try:
-                episodes += await self._wave(wave, asyncio.Semaphore(len(wave)), limits, temperature, on_end)
+                episodes += await self._wave(wave, asyncio.Semaphore(len(wave)), pulse, limits, temperature, on_end)
             finally:
                 for attempt in wave:
                     self._gate.leave(attempt.order)
-        await self._sessions.settle()
+            if pulse.cut is not None:
+                await self._settle(pulse)
+        await self._settle(pulse)
         return episodes
+
+    async def _settle(self, pulse: Pulse) -> None:
+        try:
+            await within(min(_SETTLE_S, pulse.bounds.engine_s), self._sessions.settle())
+        except TimeoutError:
+            raise HungError(
+                f"the engine does not answer any more{f' ({pulse.cut})' if pulse.cut else ''}",
+                hint="termrl train --resume goes on from the newest checkpoint",
+            ) from None
 
     async def _wave(
         self,
         attempts: Sequence[Attempt],
         slots: asyncio.Semaphore,
+        pulse: Pulse,
         limits: Limits,
         temperature: float,
         on_end: Callable[[Episode], None],
     ) -> list[Episode]:
         async def one(attempt: Attempt) -> Episode:
-            async with slots:
-                try:
-                    episode = await self._episode(attempt, limits, temperature)
-                finally:
-                    if self._gate is not None:
-                        self._gate.leave(attempt.order)
+            try:
+                async with slots:
+                    episode = await self._episode(attempt, pulse, limits, temperature)
+            except asyncio.CancelledError:
+                this = asyncio.current_task()
+                if pulse.cut is None or this is None or this.uncancel() > 0:
+                    raise
+                episode = _cut_off(attempt, pulse)
+            finally:
+                if self._gate is not None:
+                    self._gate.leave(attempt.order)
             on_end(episode)
             return episode
+
+        def cut_off() -> None:
+            for task in running:
+                task.cancel()
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one(attempt)) for attempt in attempts]
+                watching = tasks.create_task(pulse.watch(cut_off))
+                if running:
+                    await asyncio.wait(running)
+                watching.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result() for task in running]
 
-    async def _episode(self, attempt: Attempt, limits: Limits, temperature: float) -> Episode:
+    async def _episode(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float) -> Episode:
         try:
             async with (
                 self._sessions.open(attempt.order, temperature=temperature) as session,
-                _closing(self._environments.create()) as environment,
+                _closing(
+                    BoundedEnvironment(self._environments.create(), pulse, command_timeout_s=limits.command_timeout_s)
+                ) as environment,
             ):
                 episode = await run_episode(
                     environment,
-                    session.policy,
+                    WatchedPolicy(session.policy, pulse),
                     task_id=attempt.task_id,
                     opening=self._opening,
                     limits=limits,
@@ -193,6 +228,18 @@ async def _closing(environment: Environment) -> AsyncIterator[Environment]:
         yield environment
     finally:
         await asyncio.shield(environment.close())
+
+
+def _cut_off(attempt: Attempt, pulse: Pulse) -> Episode:
+    """An episode that its phase did not wait for."""
+    why = pulse.cut or ""
+    return Episode(
+        task_id=attempt.task_id,
+        seed=attempt.seed,
+        end_reason=EndReason.POLICY_ERROR if pulse.engine_silent else EndReason.ABORTED,
+        verdict=Verdict.missing(Cause.ENGINE_ERROR if pulse.engine_silent else Cause.CANCELLED, why),
+        error=why,
+    )
 
 
 def _failed(attempt: Attempt, error: TermrlError) -> Episode:

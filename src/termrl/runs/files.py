@@ -49,6 +49,7 @@ def write_new(path: Path, data: bytes) -> None:
 def append_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append one line per record in one write, on disk when this returns."""
     data = b"".join(orjson.dumps(r, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY) for r in records)
+    new = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         view = memoryview(data)
@@ -57,6 +58,8 @@ def append_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    if new:
+        sync_folder(path.parent)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,13 +72,23 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield orjson.loads(line)
 
 
-def keep_jsonl(path: Path, keep: int) -> None:
-    """Cut a log after its first ``keep`` whole lines, atomically."""
-    if not path.exists():
+def cut(path: Path, size: int) -> None:
+    """Cut a log to its first ``size`` bytes, on disk when this returns. A log that is not there has none.
+
+    Raises:
+        ValueError: the log is shorter than that.
+    """
+    length = path.stat().st_size if path.exists() else 0
+    if length < size:
+        raise ValueError(f"{path}: has {length} bytes where {size} were written")
+    if length == size:
         return
-    with path.open("rb") as stream:
-        lines = [line for _, line in zip(range(keep), stream, strict=False) if line.endswith(b"\n")]
-    write_atomically(path, b"".join(lines))
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:

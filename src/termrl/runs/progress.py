@@ -27,6 +27,8 @@ class Progress:
         stopped: why the run ended before its last step, if it did.
         evaluation_s, longest_step_s: wall seconds, for the time budget.
         engine_s: the engine's busy seconds at the last look (of this process).
+        logs: the logs' sizes that belong to this state (:meth:`termrl.runs.store.RunStore.mark`).
+        trained_logs: the same before the evaluation ``after``.
     """
 
     step: int = 0
@@ -43,6 +45,8 @@ class Progress:
     evaluation_s: float = 0.0
     longest_step_s: float = 0.0
     engine_s: float = 0.0
+    logs: dict[str, int] | None = None
+    trained_logs: dict[str, int] | None = None
     started: float = field(default_factory=time.monotonic)
     earlier_s: float = 0.0
 
@@ -51,10 +55,12 @@ class Progress:
         """Wall seconds of the run so far, those before a resume included."""
         return self.earlier_s + time.monotonic() - self.started
 
-    @property
-    def last_reward(self) -> float | None:
-        """Mean reward of the last step."""
-        return self.rewards.get(self.step)
+    def score(self, step: int) -> float | None:
+        """Pass rate, in evaluations of trained families, of the weights after ``step``; ``None`` without one."""
+        scores = self.after if step == self.step and self.after is not None else self.during.get(step)
+        if scores is None and step == 0:
+            scores = self.before
+        return None if scores is None else scores.overall()
 
     def finish_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """Count one finished step."""
@@ -98,6 +104,7 @@ class Progress:
             "totals": self.totals.state(),
             "rewards": {str(step): reward for step, reward in self.rewards.items()},
             "before": _scores_state(self.before),
+            "after": _scores_state(self.after),
             "during": {str(step): _scores_state(scores) for step, scores in self.during.items()},
             "no_verdict_steps": self.no_verdict_steps,
             "dead_steps": self.dead_steps,
@@ -106,6 +113,8 @@ class Progress:
             "evaluation_s": self.evaluation_s,
             "longest_step_s": self.longest_step_s,
             "wall_s": self.wall_s,
+            "logs": self.logs,
+            "trained_logs": self.trained_logs,
         }
 
     @classmethod
@@ -116,6 +125,7 @@ class Progress:
             totals=RunTotals.from_state(state["totals"]),
             rewards={int(step): reward for step, reward in state["rewards"].items()},
             before=_scores_of(state["before"]),
+            after=_scores_of(state["after"]),
             during={int(step): s for step, saved in state["during"].items() if (s := _scores_of(saved)) is not None},
             no_verdict_steps=state["no_verdict_steps"],
             dead_steps=state["dead_steps"],
@@ -124,6 +134,8 @@ class Progress:
             evaluation_s=state["evaluation_s"],
             longest_step_s=state["longest_step_s"],
             earlier_s=state["wall_s"],
+            logs=state["logs"],
+            trained_logs=state["trained_logs"],
         )
 
 

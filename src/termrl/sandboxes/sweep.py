@@ -67,10 +67,11 @@ class Owner:
         self._lock = -1
 
 
-def sweep(state: Path | None = None) -> Swept:
+def sweep(state: Path | None = None, *, own: bool = False) -> Swept:
     """Remove the processes, folders and cgroups of every owner that is dead.
 
-    A live owner's are never touched. ``state`` as in :func:`termrl.sandboxes.host.state_folder`.
+    A live owner's are never touched, except with ``own`` those of this process, which is about to end. ``state`` as in
+    :func:`termrl.sandboxes.host.state_folder`.
     """
     owners = state_folder(state) / "owners"
     swept = Swept()
@@ -82,7 +83,7 @@ def sweep(state: Path | None = None) -> Swept:
         if name.startswith(".new-") and time.time() - _mtime(owners / name) < 60:
             # Another process is claiming it right now.
             continue
-        if _is_live(owners / name):
+        if _is_live(owners / name) and not (own and name.startswith(f"{os.getpid()}-")):
             swept.live_owners += 1
         else:
             dead.append(name)

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from termrl.errors import RunError
+from termrl.runs.files import write_atomically
 from termrl.training.adapter import export_merged
 
 if TYPE_CHECKING:
     from termrl.training.trainer import Trainer
 
-__all__ = ["Checkpoint", "atomic_folder", "best", "export_merged", "latest", "load", "save"]
+__all__ = ["Checkpoint", "annotate", "atomic_folder", "best", "export_merged", "latest", "load", "save"]
 
 _FOLDER = "checkpoints"
 _RECORD = "checkpoint.json"
@@ -90,13 +91,27 @@ def save(
     state = trainer.state_dict()
     path = run / _FOLDER / f"step-{step:06d}"
     record = {"step": step, "score": score, "trainer_step": state["step"], "loop": dict(loop or {})}
-    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     with atomic_folder(path) as folder:
         trainer.save_adapter(folder / "adapter")
         save_file(state["tensors"], folder / _STATE)
-        (folder / _RECORD).write_text(text)
+        (folder / _RECORD).write_bytes(_text(record))
     _prune(run, keep_last)
     return path
+
+
+def annotate(run: Path, step: int, *, score: float | None = None, loop: Mapping[str, Any] | None = None) -> None:
+    """Renew what a step's checkpoint says beside its tensors, in one rename; ``None`` leaves what is there.
+
+    Raises:
+        RunError: there is no such checkpoint.
+    """
+    path = run / _FOLDER / f"step-{step:06d}"
+    record = _record(path)
+    if score is not None:
+        record["score"] = score
+    if loop is not None:
+        record["loop"] = dict(loop)
+    write_atomically(path / _RECORD, _text(record))
 
 
 def latest(run: Path) -> Path | None:
@@ -188,6 +203,10 @@ def _all(run: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def _text(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2, allow_nan=False) + "\n").encode()
+
+
 def _record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads((path / _RECORD).read_text())
@@ -203,6 +222,8 @@ def _record(path: Path) -> dict[str, Any]:
 def _prune(run: Path, keep_last: int) -> None:
     for leftover in (run / _FOLDER).glob(f"{_TEMPORARY}step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in (run / _FOLDER).glob(f"*/.{_RECORD}.*"):
+        leftover.unlink(missing_ok=True)
     kept = {path for _, path in _all(run)[-keep_last:]}
     top = best(run)
     for _, path in _all(run):

@@ -75,6 +75,10 @@ class Saver(Protocol):
         """Keep weights, optimiser state and ``progress`` after ``step``, atomically."""
         ...
 
+    def annotate(self, step: int, progress: Mapping[str, Any] | None = None, *, score: float | None) -> None:
+        """Renew the progress and the score that were kept with the weights after ``step``, atomically."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -98,7 +102,7 @@ class GRPO:
         self._store = store
         self._progress = progress
         self._watcher = watcher
-        self._saved = progress.step
+        self._saved = -1 if progress.logs is None else progress.step
         self._levels: dict[str, int] = {}
         if config.tasks.curriculum.enabled:
             self._levels = family_levels(parts.pools.train)
@@ -116,9 +120,12 @@ class GRPO:
         try:
             if progress.before is None:
                 progress.before = await self._evaluate("before")
+                self._save()
             while progress.step < config.steps and not self._ends_early():
+                self._forget_ending()
                 if self._evaluation_due():
                     progress.during[progress.step] = await self._evaluate(f"at step {progress.step}")
+                    self._save()
                 step = progress.step + 1
                 started = time.monotonic()
                 groups = await self._roll_out(step)
@@ -126,9 +133,12 @@ class GRPO:
                 self._learn(step, groups, started)
                 if step % config.checkpoint.every == 0 or step == config.steps:
                     self._save()
-            progress.after = await self._evaluate("after") if progress.step else progress.before
+            if progress.after is None:
+                progress.trained_logs = self._store.mark()
+                progress.after = await self._evaluate("after") if progress.step else progress.before
+                self._save()
         except (asyncio.CancelledError, RunError):
-            if progress.step > self._saved:
+            if progress.step > max(self._saved, 0):
                 self._save()
             raise
 
@@ -176,6 +186,7 @@ class GRPO:
         curriculum = self._progress.curriculum
         if curriculum is not None:
             metrics["rollout/level"] = curriculum.level
+        self._score_previous(step, metrics.get("rollout/raw_reward"))
         self._record(step, groups, batch, metrics)
         self._progress.finish_step(step, metrics, batch)
         if curriculum is not None and curriculum.finish_step(step, groups, self._levels, self._config.tasks.curriculum):
@@ -267,9 +278,28 @@ class GRPO:
         stats = self._parts.engine.stats
         return stats.prefill_s + stats.decode_s
 
-    def _save(self) -> None:
+    def _forget_ending(self) -> None:
+        """A run that had ended and now goes on: its last evaluation is not part of the longer run."""
         progress = self._progress
-        self._parts.saver.save(progress.step, progress.state(), score=progress.last_reward)
+        if progress.after is not None:
+            progress.after = None
+            self._store.rewind(progress.trained_logs, step=progress.step)
+
+    def _score_previous(self, step: int, reward: float | None) -> None:
+        """The rollouts of ``step`` were sampled with the weights after the step before: their reward is its score.
+
+        Where evaluations are made during training, they alone are scores.
+        """
+        before = step - 1
+        if reward is not None and before == self._saved > 0 and self._config.evaluation.every == 0:
+            self._parts.saver.annotate(before, score=reward)
+
+    def _save(self) -> None:
+        """Keep where the run stands; weights that are kept already get only their score and the progress renewed."""
+        progress = self._progress
+        progress.logs = self._store.mark()
+        keep = self._parts.saver.annotate if self._saved == progress.step else self._parts.saver.save
+        keep(progress.step, progress.state(), score=progress.score(progress.step))
         self._saved = progress.step
 
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from termrl.agent.prompts import opening
 from termrl.config import TrainConfig
 from termrl.engine.bundled import ensure_model, model_sha256
-from termrl.errors import RunError
+from termrl.errors import TermrlError
+from termrl.rollout.bounded import within
 from termrl.rollout.pools import TaskPools, check_families, check_runnable, generate_pools, load_pools
 from termrl.rollout.scheduler import Scheduler
+from termrl.runs.inputs import check_inputs
 from termrl.runs.metrics import family_table
 from termrl.runs.progress import Progress
 from termrl.runs.store import RunStore, versions
-from termrl.sandboxes import open_provider
+from termrl.sandboxes import SandboxProvider, open_provider
 from termrl.training import checkpoints
 from termrl.training.events import Silent, Watcher
 
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
+
+T = TypeVar("T")
+
+_CLOSE_S = 15.0
 
 
 class Checkpoints:
@@ -35,8 +42,12 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, step: int, progress: Mapping[str, Any], *, score: float | None) -> None:
-        """Keep the state after ``step``. ``score`` is the mean reward of the rollouts that the step learnt from."""
+        """Keep the state after ``step``. ``score`` is how well these weights do, where that is known already."""
         checkpoints.save(self._run, self._trainer, step=step, score=score, loop=progress, keep_last=self._keep)
+
+    def annotate(self, step: int, progress: Mapping[str, Any] | None = None, *, score: float | None) -> None:
+        """Renew progress and score of the checkpoint of ``step``; ``None`` leaves what is there."""
+        checkpoints.annotate(self._run, step, score=score, loop=progress)
 
 
 def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
@@ -69,6 +80,7 @@ async def train(
     model: Path,
     pools: TaskPools | None = None,
     resume: bool = False,
+    open_sandboxes: Callable[..., SandboxProvider] = open_provider,
 ) -> dict[str, Any]:
     """Run GRPO to its end, write ``summary.json`` (also when it fails or is interrupted) and return the summary.
 
@@ -77,10 +89,13 @@ async def train(
         store: the run's folder, held by this process.
         watcher: told what happens.
         model, pools: from :func:`prepare`.
-        resume: go on from the newest checkpoint; what was recorded after it is forgotten and done again.
+        resume: go on from the newest checkpoint; what was recorded after it is forgotten and done again. A run that
+            was killed before its first checkpoint begins again.
+        open_sandboxes: makes the sandbox provider; takes what :func:`termrl.sandboxes.open_provider` takes.
 
     Raises:
-        RunError: nothing can be learnt; the summary says why.
+        RunError: nothing can be learnt, or the model or the tasks are not those that the run began with; the summary
+            says why.
         CancelledError: interrupted; the last finished step is checkpointed.
     """
     from termrl.training.grpo import GRPO
@@ -88,21 +103,26 @@ async def train(
     saved = checkpoints.latest(store.path) if resume else None
     checkpoint = checkpoints.load(saved) if saved is not None else None
     progress = Progress.from_state(checkpoint.loop) if checkpoint is not None else Progress()
-    if resume:
-        store.rewind(progress.step if checkpoint is not None else -1)
     if pools is None:
         pools = _bundled_pools(config, store.path / "tasks")
     base = {"name": config.model.path, "sha256": model_sha256(model)}
+    check_inputs(store.path, model=base["sha256"], tasks=pools.by_id)
+    if resume:
+        store.rewind(progress.logs, step=progress.step)
     watcher.started(store.path, steps=config.steps, first_step=progress.step + 1)
     stopped: str | None = None
     try:
-        async with open_parts(config, store.path, model, pools, checkpoint, watcher) as parts:
+        parts_of_run = open_parts(config, store.path, model, pools, checkpoint, watcher, open_sandboxes)
+        async with parts_of_run as parts:
             await GRPO(config, parts, store, progress, watcher).run()
     except asyncio.CancelledError:
         stopped = "interrupted"
         raise
-    except RunError as error:
+    except TermrlError as error:
         stopped = error.message
+        raise
+    except Exception as error:
+        stopped = f"{type(error).__name__}: {error}"
         raise
     finally:
         progress.stopped = stopped or progress.stopped
@@ -120,8 +140,12 @@ async def open_parts(
     pools: TaskPools,
     checkpoint: checkpoints.Checkpoint | None = None,
     watcher: Watcher | None = None,
+    open_sandboxes: Callable[..., SandboxProvider] = open_provider,
 ) -> AsyncIterator[Parts]:
-    """Open everything that the loop drives; all of it is closed on every path, sandboxes last."""
+    """Open everything that the loop drives; all of it is closed on every path, sandboxes last.
+
+    Closing is bounded: what does not end in time is left to the process's own end.
+    """
     from termrl.agent.policy import chat_client
     from termrl.capture.render import renderer_for
     from termrl.capture.server import serve
@@ -137,11 +161,11 @@ async def open_parts(
         trainer.load_state_dict(checkpoint.trainer)
     engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
-        provider = await stack.enter_async_context(open_provider(config.sandbox.backend, **config.sandbox.settings))
+        provider = await stack.enter_async_context(open_sandboxes(config.sandbox.backend, **config.sandbox.settings))
         (watcher or Silent()).sandboxes(lambda: provider.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
-        stack.push_async_callback(upstream.aclose)
-        server = await stack.enter_async_context(serve(upstream, renderer_for(model)))
+        stack.push_async_callback(_bounded, upstream.aclose)
+        server = await stack.enter_async_context(_closed_in_time(serve(upstream, renderer_for(model))))
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(
             environments=LocalEnvironmentFactory(
@@ -154,9 +178,24 @@ async def open_parts(
             gate=upstream if config.rollout.schedule == "lockstep" else None,
             opening=opening(config.episode.opening),
             concurrency=config.rollout.concurrency,
+            bounds=config.bounds(),
         )
         saver = Checkpoints(run, trainer, keep=config.checkpoint.keep)
         yield Parts(trainer, engine, scheduler, pools, saver)
+
+
+@asynccontextmanager
+async def _closed_in_time(context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    value = await context.__aenter__()
+    try:
+        yield value
+    finally:
+        await _bounded(lambda: context.__aexit__(None, None, None))
+
+
+async def _bounded(close: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    with contextlib.suppress(TimeoutError):
+        await within(_CLOSE_S, close())
 
 
 def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[str, Any]) -> dict[str, Any]:
