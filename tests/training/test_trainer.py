@@ -357,7 +357,7 @@ def test_an_error_on_a_thread_is_raised(tiny: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("termrl.training.trainer.policy_loss", fail)
+    monkeypatch.setattr("termrl.training.objective.policy_loss", fail)
     trainer = make_trainer(tiny, micro_batch_tokens=20)
     torch.set_num_threads(2)
     with pytest.raises(RuntimeError, match="no such luck"):

@@ -18,8 +18,9 @@ from termrl.training.advantages import Sample
 from termrl.training.batch import Batch, SkipReason, make_batch
 from termrl.training.config import TrainingConfig
 from termrl.training.decoder import PackedDecoder
-from termrl.training.losses import LossTerms, k3, policy_loss, truncated_importance
-from termrl.training.passes import PassSums, TokenLoss, evaluate, forward_backward
+from termrl.training.losses import k3
+from termrl.training.objective import Objective
+from termrl.training.passes import PassSums, evaluate, forward_backward
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class UpdateMetrics:
         skipped: why nothing was trained, or ``None``; the figures are then 0.
         loss: the batch's loss.
         grad_norm: global norm of the gradient before clipping.
-        clip_fraction: share of tokens whose gradient the ratio's clip removed.
+        clip_fraction: share of tokens whose gradient a bound of the ratio removed (``cispo``: scaled).
+        sequence_masked: share of tokens whose episode ``sequence_mask`` left out.
         kl: k3 estimate of KL(old ‖ new), nats; 0 at the first of the batch's steps when nothing is stale.
         kl_reference: k3 estimate of KL(new ‖ base model), nats; 0 unless ``kl_coef`` > 0.
         entropy: of the sampling distribution at the trained positions (each distinct one once), nats.
@@ -47,6 +49,7 @@ class UpdateMetrics:
     loss: float = 0.0
     grad_norm: float = 0.0
     clip_fraction: float = 0.0
+    sequence_masked: float = 0.0
     kl: float = 0.0
     kl_reference: float = 0.0
     entropy: float = 0.0
@@ -139,15 +142,14 @@ class Trainer:
 
     def _train(self, batch: Batch) -> UpdateMetrics:
         config = self.config
-        reference = self._evaluate(batch, pristine=True) if config.kl_coef > 0 else None
-        first = torch.zeros_like(batch.captured)
+        objective = self._objective(batch)
         totals = PassSums()
         grad_norms = 0.0
         lr = 0.0
         for round_ in range(config.updates_per_batch):
-            loss = self._loss_function(batch, first, reference, fresh=round_ == 0)
-            self._optimiser.zero_grad(set_to_none=True)
-            sums = forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
+            sums = self._backward(batch, objective, round_)
+            if sums.rejected == batch.tokens:
+                return UpdateMetrics(skipped="sequence_mask", sequence_masked=1.0)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, config.grad_clip))
             if not torch.isfinite(torch.tensor(grad_norm)):
                 return UpdateMetrics(skipped="non_finite_gradient", optimiser_steps=round_)
@@ -155,11 +157,12 @@ class Trainer:
             grad_norms += grad_norm
             totals += sums
         rounds = config.updates_per_batch
-        difference = first - batch.captured
+        difference = objective.first - batch.captured
         return UpdateMetrics(
             loss=totals.loss / rounds,
             grad_norm=grad_norms / rounds,
             clip_fraction=totals.clipped / (rounds * batch.tokens),
+            sequence_masked=totals.rejected / (rounds * batch.tokens),
             kl=totals.kl_old / (rounds * batch.tokens),
             kl_reference=totals.kl_reference / (rounds * batch.tokens),
             entropy=totals.entropy / totals.rows,
@@ -171,31 +174,16 @@ class Trainer:
             lr=lr,
         )
 
-    def _loss_function(self, batch: Batch, first: Tensor, reference: Tensor | None, *, fresh: bool) -> TokenLoss:
-        """The loss of any of the batch's tokens. ``first`` takes the logprobs of the fresh pass and keeps them."""
-        config = self.config
+    def _objective(self, batch: Batch) -> Objective:
+        reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
+        return Objective(batch, self.config, reference=reference)
 
-        def loss(logprob: Tensor, tokens: Tensor) -> LossTerms:
-            if fresh:
-                first[tokens] = logprob.detach()
-            captured = batch.captured[tokens]
-            recomputed = first[tokens]
-            importance = None
-            if config.tis_cap is not None:
-                importance = truncated_importance(recomputed, captured, config.tis_cap)
-            return policy_loss(
-                logprob,
-                captured if config.old_logprobs == "captured" else recomputed,
-                batch.advantage[tokens],
-                batch.weight[tokens],
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                importance=importance,
-                reference=None if reference is None else reference[tokens],
-                kl_coef=config.kl_coef,
-            )
-
-        return loss
+    def _backward(self, batch: Batch, objective: Objective, round_: int) -> PassSums:
+        """Make the gradient of the batch's optimiser step ``round_``."""
+        now = self._evaluate(batch, pristine=False) if objective.wants_logprobs(round_) else None
+        objective.begin(round_, now)
+        self._optimiser.zero_grad(set_to_none=True)
+        return forward_backward(self._decoder, batch, objective, threads=torch.get_num_threads())
 
     def _evaluate(self, batch: Batch, *, pristine: bool) -> Tensor:
         return evaluate(self._decoder, batch, pristine=pristine, threads=torch.get_num_threads())
@@ -224,10 +212,7 @@ class Trainer:
             batch = self._make_batch(samples)
             if isinstance(batch, str):
                 return {}
-            reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
-            self._optimiser.zero_grad(set_to_none=True)
-            loss = self._loss_function(batch, torch.zeros_like(batch.captured), reference, fresh=True)
-            forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
+            self._backward(batch, self._objective(batch), 0)
         gradients: dict[str, Tensor] = {}
         for stack in self._decoder.stacks:
             for site, a, b in stack.gradients():
