@@ -51,7 +51,11 @@ class Ended:
 
 
 class RunningBatch:
-    """Decodes whatever has joined, one token a :meth:`step`. Made by ``EmbeddedEngine.running_batch``; one caller."""
+    """Decodes whatever has joined, one token a :meth:`step`. Made by ``EmbeddedEngine.running_batch``; one caller.
+
+    Attributes:
+        cancelled: asked for every row before each token; true ends it with ``abort``.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class RunningBatch:
         self._stats = stats
         self._threads = threads
         self._max_tokens = max_tokens // threads
-        self._cancelled = cancelled
+        self.cancelled = cancelled
         self._shards = [_Shard(Runner(decoder)) for _ in range(threads)]
         self._prefixes = Runner(decoder)  # with a workspace of its own: the shards' hold live rows
         self._earlier: tuple[int, ...] = ()
@@ -126,7 +130,7 @@ class RunningBatch:
         admitted: list[Row] = []
         while self._waiting:
             row = self._waiting[0]
-            if row.reason is None and self._cancelled is not None and self._cancelled(row.request):
+            if row.reason is None and self.cancelled is not None and self.cancelled(row.request):
                 row.reason = "abort"
             if row.reason is not None:
                 ended.append(self._waiting.popleft())
@@ -153,7 +157,7 @@ class RunningBatch:
         if shard.joining:
             shard.logits, shard.live = shard.runner.join(shard.logits, shard.live, shard.joining)
             shard.joining = []
-        shard.logits, shard.live = shard.runner.step(shard.logits, shard.live, self._cancelled)
+        shard.logits, shard.live = shard.runner.step(shard.logits, shard.live, self.cancelled)
 
     def _end(self, row: Row) -> Ended:
         assert row.reason is not None
