@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from termrl.errors import ModelError
-from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter
+from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter, write_model
 from termrl.training.advantages import Sample
 from termrl.training.batch import Batch, SkipReason, make_batch
 from termrl.training.config import TrainingConfig
@@ -63,7 +63,7 @@ class UpdateMetrics:
 
 
 class Trainer:
-    """Holds the base weights, the low-rank update and AdamW; turns scored episodes into new weights.
+    """Holds the weights, what of them is trained, and AdamW; turns scored episodes into new weights.
 
     Nothing in it is random after the start, and no order of work depends on timing: the same weights, samples and
     threads give the same bits.
@@ -83,7 +83,7 @@ class Trainer:
         Args:
             model_dir: a folder that transformers can load, of the Llama, Qwen2 or Qwen3 kind.
             config: every setting.
-            seed: of the low-rank update's start.
+            seed: of the low-rank update's start (a full fine-tune starts at the base).
             threads: threads while it works; ``None`` leaves torch's.
             base_id: the base model's public name, for saved adapters; default: the folder's name.
 
@@ -97,7 +97,10 @@ class Trainer:
         self._threads = threads
         self._base_sha256: str | None = None
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        self._decoder = PackedDecoder(model_dir, config.lora, seed=seed, dtype=self._dtype)
+        self._seed = seed
+        self._base: PackedDecoder | None = None
+        lora = None if config.full else config.lora
+        self._decoder = PackedDecoder(model_dir, lora, full=config.full, seed=seed, dtype=self._dtype)
         self.vocabulary = self._decoder.vocabulary
         self._parameters = self._decoder.parameters()
         self._optimiser = torch.optim.AdamW(
@@ -186,7 +189,16 @@ class Trainer:
         return forward_backward(self._decoder, batch, objective, threads=torch.get_num_threads())
 
     def _evaluate(self, batch: Batch, *, pristine: bool) -> Tensor:
-        return evaluate(self._decoder, batch, pristine=pristine, threads=torch.get_num_threads())
+        decoder = self._base_decoder() if pristine else self._decoder
+        return evaluate(decoder, batch, pristine=pristine, threads=torch.get_num_threads())
+
+    def _base_decoder(self) -> PackedDecoder:
+        """What computes the base model: in a full fine-tune a second copy of the weights, loaded when first needed."""
+        if not self.config.full:
+            return self._decoder
+        if self._base is None:
+            self._base = PackedDecoder(self.model_dir, None, full=False, seed=self._seed, dtype=self._dtype)
+        return self._base
 
     def _make_batch(self, samples: Sequence[Sample]) -> Batch | SkipReason:
         return make_batch(
@@ -204,7 +216,9 @@ class Trainer:
         return lr
 
     def gradients(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """The loss's gradient at the current weights, before clipping, under peft's names. Changes nothing.
+        """The loss's gradient at the current weights, before clipping. Changes nothing.
+
+        Under peft's names; in a full fine-tune, under transformers'.
 
         Empty for a batch without anything to train on.
         """
@@ -213,34 +227,32 @@ class Trainer:
             if isinstance(batch, str):
                 return {}
             self._backward(batch, self._objective(batch), 0)
-        gradients: dict[str, Tensor] = {}
-        for stack in self._decoder.stacks:
+        gradients = {name: gradient.clone() for name, gradient in self._decoder.full_gradients().items()}
+        for stack in self._decoder.lora_stacks:
             for site, a, b in stack.gradients():
                 gradients.update(_peft_names(site.name, a, b))
         self._optimiser.zero_grad(set_to_none=True)
         return gradients
 
     def merged_weights(self) -> dict[str, Tensor]:
-        """The trained layers' weights, pristine base + scaling · B·A, by transformers name.
+        """The weights that training changes, by transformers name; those that are not trained are left out.
 
-        Read-only views that keep their values when training goes on; layers that are not trained are left out.
+        With a low-rank update, pristine base + scaling · B·A, as read-only views that keep their values when training
+        goes on. In a full fine-tune all weights, copied.
         """
-        return {
-            site.name + ".weight": stack.effective[site.start : site.stop]
-            for stack in self._decoder.stacks
-            for site in stack.trained
-        }
+        weights = self._decoder.trained_weights()
+        return {name: weight.clone() for name, weight in weights.items()} if self.config.full else weights
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """A and B of each trained layer, copied, under peft's names."""
+        """A and B of each trained layer, copied, under peft's names; empty in a full fine-tune."""
         weights: dict[str, Tensor] = {}
-        for stack in self._decoder.stacks:
+        for stack in self._decoder.lora_stacks:
             for site, a, b in stack.updates():
                 weights.update(_peft_names(site.name, a.clone(), b.clone()))
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed trainer needs for the same bits: A, B, AdamW's moments, the step. Copied."""
+        """All that a resumed trainer needs for the same bits, copied: what is trained, AdamW's moments, the step."""
         tensors: dict[str, Tensor] = {}
         for index, parameter in enumerate(self._parameters):
             tensors[f"parameter.{index}"] = parameter.detach().clone()
@@ -274,12 +286,22 @@ class Trainer:
         self._decoder.refresh()
 
     def save_adapter(self, path: Path) -> None:
-        """Write the low-rank update as a folder in peft's format, with the base's id and sha256."""
+        """Write the low-rank update as a folder in peft's format, with the base's id and sha256.
+
+        Raises:
+            ModelError: there is none, as all weights are trained.
+        """
+        if self.config.full:
+            raise ModelError("a full fine-tune has no adapter", hint="save_model writes the whole model")
         if self._base_sha256 is None:
             self._base_sha256 = base_sha256(self.model_dir)
         lora = self.config.lora
         info = AdapterInfo(self.base_id, self._base_sha256, lora.rank, lora.alpha, tuple(lora.targets))
         write_adapter(path, info, self.adapter_weights())
+
+    def save_model(self, path: Path) -> None:
+        """Write the whole model with its tokenizer as a folder that transformers loads, in float32."""
+        write_model(path, self.model_dir, self._decoder.trained_weights())
 
 
 def _peft_names(layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
