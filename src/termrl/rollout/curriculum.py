@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from termrl.rollout.seeds import derive_seed
 from termrl.tasks.task import Task
 
+_DRAWS = 4  # candidates for each refill; more only matters where nearly all tasks are in the step already
+
 
 def by_family(tasks: Iterable[Task]) -> dict[str, list[Task]]:
     """Tasks by family, families and tasks in the order of their names."""
@@ -34,3 +36,20 @@ def pick_tasks(families: Mapping[str, list[Task]], *, step: int, count: int, see
         shuffled = random.Random(derive_seed(seed, "tasks", name, lap)).sample(range(len(tasks)), len(tasks))
         picked.append(tasks[shuffled[position]])
     return picked
+
+
+def pick_refills(
+    families: Mapping[str, list[Task]], *, step: int, count: int, seed: int, used: Iterable[str]
+) -> list[Task]:
+    """At most ``count`` further tasks for training step ``step``, none of which is in ``used`` or comes twice.
+
+    Drawn like :func:`pick_tasks`, in an order of their own, so that they do not shift what later steps train on.
+    """
+    drawn = pick_tasks(families, step=step, count=_DRAWS * count, seed=derive_seed(seed, "refill"))
+    taken = set(used)
+    fresh: list[Task] = []
+    for task in drawn:
+        if task.id not in taken:
+            taken.add(task.id)
+            fresh.append(task)
+    return fresh[:count]

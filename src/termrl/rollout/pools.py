@@ -99,7 +99,7 @@ def generate_pools(config: TrainConfig, into: Path) -> TaskPools:
     trained = config.tasks.families or tuple(name for name, family in FAMILIES.items() if family.level == 1)
     untrained = config.evaluation.untrained_families
     evaluated = (config.evaluation.families or trained) + untrained
-    uses = -(-config.steps * config.rollout.groups // len(trained))
+    uses = -(-config.steps * (config.rollout.groups + config.rollout.refill) // len(trained))
     per_family = config.tasks.per_family or max(1, uses)
     generate(into / "train", split="train", families=trained, per_family=per_family, seed=config.seed)
     generate(into / "held-out", split="eval", families=evaluated, per_family=config.evaluation.per_family, seed=0)
