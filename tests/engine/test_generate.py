@@ -366,3 +366,15 @@ def test_a_part_of_a_fused_matrix_can_be_renewed_alone(kind: str, folders: dict[
     engine.set_weights(load_file(folders[kind] / "model.safetensors"), 2)
     back, untouched = engine.generate(a_batch()), engine_of(folders[kind]).generate(a_batch())
     assert [(r.token_ids, r.logprobs) for r in back] == [(r.token_ids, r.logprobs) for r in untouched]
+
+
+def test_memory_of_batches_is_given_back_with_the_last_session(folders: dict[str, Path]) -> None:
+    engine = engine_of(folders["llama"], threads=2)
+    requests = a_batch(12)
+    first = engine.generate(requests)
+    for r in requests[:-1]:
+        engine.release(r.session_id)
+    assert any(runner._space.k.numel() for runner in engine._runners)
+    engine.release(requests[-1].session_id)
+    assert not any(runner._space.k.numel() for runner in engine._runners)
+    assert_same(engine.generate(requests), first)

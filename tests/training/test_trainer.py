@@ -363,3 +363,10 @@ def test_an_error_on_a_thread_is_raised(tiny: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="no such luck"):
         trainer.update(make_samples(0))
     assert trainer.step == 0
+
+
+def test_neither_the_model_file_nor_gradients_stay_in_memory(tiny: Path) -> None:
+    trainer = make_trainer(tiny)
+    trainer.update(make_samples(0))
+    assert str(tiny / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    assert all(parameter.grad is None for parameter in trainer._parameters)

@@ -52,6 +52,10 @@ class Runner:
         self._space = Workspace(decoder.config)
         self.stats = EngineStats()
 
+    def free(self) -> None:
+        """Let the workspace's memory go; the next batch makes it anew."""
+        self._space = Workspace(self._decoder.config)
+
     @torch.inference_mode()
     def run(self, rows: list[Row], max_tokens: int, cancelled: Cancelled | None) -> None:
         """Generate for all rows, in batches of at most ``max_tokens`` own tokens; fills each row's outcome."""

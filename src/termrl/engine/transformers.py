@@ -87,8 +87,11 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def release(self, session_id: str) -> None:
-        """Forget what is cached for a session. Idempotent."""
+        """Forget what is cached for a session; with the last one, give the batches' memory back. Idempotent."""
         self._cache.release(session_id)
+        if not self._cache.sessions:
+            for runner in self._runners:
+                runner.free()
 
     def generate(
         self,

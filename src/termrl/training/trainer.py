@@ -19,6 +19,7 @@ from termrl.training.batch import Batch, SkipReason, make_batch
 from termrl.training.config import TrainingConfig
 from termrl.training.decoder import PackedDecoder
 from termrl.training.losses import k3
+from termrl.training.memory import trim
 from termrl.training.objective import Objective
 from termrl.training.passes import PassSums, evaluate, forward_backward
 
@@ -119,7 +120,10 @@ class Trainer:
         started = time.perf_counter()
         with _intra_op_threads(self._threads):
             batch = self._make_batch(samples)
+            trim()  # what sampling the batch has left behind
             metrics = UpdateMetrics(skipped=batch) if isinstance(batch, str) else self._train(batch)
+            self._optimiser.zero_grad(set_to_none=True)
+            trim()
         return replace(metrics, seconds=time.perf_counter() - started)
 
     def logprobs(self, samples: Sequence[Sample], *, pristine: bool = False) -> list[list[Tensor]]:
