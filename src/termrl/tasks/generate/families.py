@@ -57,9 +57,7 @@ def make_executable(draw: Draw) -> Instance:
     a, b = (f"{word}.sh" for word in draw.words(2))
     script = f"#!/bin/bash\necho {draw.word()}"
     before = {a: File(script), b: File(script)}
-    return Instance(
-        f"Make the script {a} executable.", before, {**before, a: File(script, runs=True)}, [f"chmod +x {a}"]
-    )
+    return Instance(f"Make the script {a} executable.", before, {**before, a: File(script, runs=True)}, [f"chmod +x {a}"])
 
 
 def rename_file(draw: Draw) -> Instance:
