@@ -35,8 +35,9 @@ def report(title: str, figures: Sequence[Figure], *, as_json: bool) -> None:
     from rich.table import Table
 
     table = Table(title=title)
-    for column in ("figure", "value", "peer", "ratio", "bar", "holds"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
+    table.add_column("figure", no_wrap=True)
+    for column in ("value", "peer", "ratio", "bar", "holds"):
+        table.add_column(column, justify="right")
     for figure in figures:
         table.add_row(
             figure.name,

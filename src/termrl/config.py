@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from termrl.agent.types import Limits
 from termrl.training.config import TrainingConfig
+from termrl.verifier.attribution import MissingVerdict
+from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
+from termrl.verifier.signals import Signal
 
 BUNDLED_MODEL = "smollm2-135m-instruct"
 
@@ -32,11 +35,28 @@ class ModelConfig(Section):
     threads: int | None = Field(default=None, ge=1, description="CPU threads of engine and trainer; none: one per core")
 
 
+class CurriculumConfig(Section):
+    """When a run that begins with the lowest level of its tasks takes in the next one."""
+
+    enabled: bool = Field(
+        default=False, description="begin with the lowest level; take in the next once the highest open one passes"
+    )
+    threshold: float = Field(default=0.8, gt=0, le=1, description="pass rate of the highest open level that opens one")
+    window: int = Field(
+        default=3, ge=1, description="steps that met that level since it opened, over which its pass rate is taken"
+    )
+
+
 class TasksConfig(Section):
     """What is trained on: the bundled suite's families, or a folder of Harbor tasks."""
 
     dir: Path | None = Field(default=None, description="folder of Harbor tasks; none: the bundled suite first-steps")
     families: tuple[str, ...] = Field(default=(), description="families to train on; empty: all trainable ones")
+    levels: tuple[int, ...] = Field(
+        default=(),
+        description="only families of these levels; empty: any level of those named, else level 1 (bundled suite), "
+        "every level with a curriculum",
+    )
     per_family: int | None = Field(
         default=None,
         ge=1,
@@ -45,6 +65,7 @@ class TasksConfig(Section):
     skip_broken: bool = Field(
         default=False, description="leave broken task folders out instead of refusing the whole set"
     )
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 class EvaluationConfig(Section):
@@ -104,6 +125,23 @@ class EpisodeConfig(Section):
             grade_cut=evaluating,
             lenient=self.lenient,
         )
+
+
+class VerifyConfig(Section):
+    """What is made of missing verdicts and of tamper signals (docs/verdicts.md lists the signals)."""
+
+    zero_on: tuple[Signal, ...] = Field(default=(), description="tamper signals that make any reward a 0")
+    recheck_on: tuple[Signal, ...] = Field(
+        default=tuple(sorted(DEFAULT_RECHECK_ON)),
+        description="tamper signals with which a pass must hold in an untouched sandbox too",
+    )
+    missing_verdict: MissingVerdict = Field(
+        default="attribute", description="attribute: ask untouched sandboxes whose fault it is; drop: never a reward"
+    )
+
+    def rules(self) -> VerifyRules:
+        """The verifier's rules."""
+        return VerifyRules(frozenset(self.zero_on), frozenset(self.recheck_on), self.missing_verdict)
 
 
 class SamplingConfig(Section):
@@ -183,6 +221,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
     episode: EpisodeConfig = EpisodeConfig()
+    verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()

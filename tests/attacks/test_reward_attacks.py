@@ -17,7 +17,7 @@ from termrl.sandboxes.base import SandboxProvider
 from termrl.verifier.oracle import run_solution
 from termrl.verifier.verdict import Cause
 from termrl.verifier.verify import verify
-from tests.verifier.tiny import SECRET, run, sandbox_of, tiny_task
+from tests.verifier.tiny import SECRET, handed_over, run, sandbox_of, tiny_task
 
 REWARD_ONE = "mkdir -p {dir}; echo 1 > {dir}/reward.txt; echo '{{\"reward\": 1}}' > {dir}/reward.json"
 
@@ -76,13 +76,13 @@ async def test_an_attack_scores_zero_and_an_honest_solution_after_it_scores_one(
     provider: SandboxProvider, tmp_path: Path, attack: str
 ) -> None:
     task = tiny_task(tmp_path)
-    async with sandbox_of(provider, task) as sandbox:
+    async with handed_over(provider, task) as (sandbox, baseline):
         await run(sandbox, attack)
-        attacked = await verify(sandbox, task)
+        attacked = await verify(sandbox, task, baseline=baseline)
         assert (attacked.reward, attacked.cause) == (0.0, Cause.TESTS_FAILED), attacked
         await run(sandbox, attack)
         await run_solution(sandbox, task)
-        honest = await verify(sandbox, task)
+        honest = await verify(sandbox, task, baseline=baseline)
         assert (honest.reward, honest.cause) == (1.0, None), honest
 
 

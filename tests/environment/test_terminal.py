@@ -13,6 +13,7 @@ from termrl.environment.terminal import LocalEnvironmentFactory, TerminalEnviron
 from termrl.errors import SandboxError, TaskError
 from termrl.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from termrl.tasks.task import Task
+from termrl.verifier.rules import VerifyRules
 from termrl.verifier.verdict import Cause, Finding, Outcome, Verdict
 from tests.verifier.tiny import SECRET, tiny_task
 
@@ -386,7 +387,9 @@ async def test_a_dropped_missing_verdict_takes_no_other_sandbox(
     watched: WatchedProvider, tasks: dict[str, Task], case: str
 ) -> None:
     drop = case == "setting"
-    factory = LocalEnvironmentFactory(tasks, watched, missing_verdict="drop" if drop else "attribute")
+    factory = LocalEnvironmentFactory(
+        tasks, watched, rules=VerifyRules(missing_verdict="drop" if drop else "attribute")
+    )
     environment = factory.create()
     await environment.reset("fragile" if drop else "online")
     await environment.step(Action(command="rm settings.sh"))

@@ -13,7 +13,7 @@ from termrl.cli import doctor as doctor_module
 from termrl.cli.doctor import checks, doctor, namespaces_fix
 from termrl.cli.sweep import sweep
 from termrl.errors import ConfigError, SandboxStartError
-from termrl.sandboxes import host, open_provider
+from termrl.sandboxes import host, layout, open_provider
 
 
 def test_a_machine_that_can_run_sandboxes_passes(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,8 +28,8 @@ def test_json_has_every_check_with_its_fix(state: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in found]
     assert names == [
-        *("python", "user namespaces", "bubblewrap", "sandbox", "cgroups", "memory", "open files", "disk"),
-        "model cache",
+        *("python", "user namespaces", "bubblewrap", "sandbox", "cgroups", "limits"),
+        *("memory", "open files", "disk", "model cache"),
     ]
     assert all(set(check) == {"name", "ok", "detail", "fix", "must"} for check in found)
 
@@ -117,3 +117,38 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
         os._exit(0 if host.raise_open_files() == (hard, hard) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+def test_a_backend_that_conforms_passes_and_says_which_limits_hold(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["exit-code", "idle-processes"]
+    assert doctor(sandbox="bubblewrap", check=names, json=True, state=state) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "bubblewrap" and found["holds"] is True
+    assert [(check["name"], check["state"]) for check in found["checks"]] == [(name, "holds") for name in names]
+    assert found["limits"]["processes"]["holds"] is True and found["limits"]["processes"]["by"]
+    assert found["limits"]["files"]["holds"] is None
+    assert doctor(sandbox="bubblewrap", check=names, state=state) == 0
+    assert "2 hold, 0 fail, 0 skipped" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_a_check_is_told_what_was_found(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(layout.BASE_ENV, "PAGER", "less")
+    assert doctor(sandbox="bubblewrap", check=["environment"], json=True, state=state) == 1
+    (check,) = json.loads(capsys.readouterr().out)["checks"]
+    assert check["state"] == "fails" and "less cat dumb" in check["detail"]
+    assert doctor(sandbox="bubblewrap", check=["environment"], state=state) == 1
+    assert "0 hold, 1 fail, 0 skipped" in capsys.readouterr().out
+
+
+def test_an_unknown_check_or_backend_is_refused_by_name(state: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no check idle-proceses") as caught:
+        doctor(sandbox="bubblewrap", check=["idle-proceses"], state=state)
+    assert caught.value.hint == "did you mean idle-processes?"
+    with pytest.raises(ConfigError, match="sandbox: bublewrap"):
+        doctor(sandbox="bublewrap", state=state)
+    with pytest.raises(ConfigError, match="only with --sandbox"):
+        doctor(check=["stdin"], state=state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +20,7 @@ from termrl.sandboxes.base import SandboxSpec
 from termrl.sandboxes.bubblewrap import BubblewrapProvider
 from termrl.sandboxes.cgroups import find_roots
 from termrl.sandboxes.host import state_folder
-from termrl.sandboxes.sweep import Owner, processes_of, sweep
+from termrl.sandboxes.sweep import Owner, processes_of, remains, sweep
 
 SOURCE = Path(__file__).parents[2] / "src"
 OWNER = """
@@ -203,3 +204,20 @@ def test_the_staged_runtime_is_executable_but_not_readable_where_it_is_executed(
         command = json.loads(facts.read_text())["command"]
         executed = facts.parent / Path(command[0]).relative_to("/.termrl")
         assert stat.S_IMODE(executed.stat().st_mode) == 0o711
+
+
+def test_what_an_owner_left_is_found_and_swept_even_when_its_folder_is_gone(
+    state: Path, killed_owner: subprocess.Popen[str]
+) -> None:
+    (folder,) = [each for each in (state / "owners").iterdir() if each.name.startswith(f"{killed_owner.pid}-")]
+    launcher = next(pid for pid in processes_of(folder) if "launcher" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(launcher, signal.SIGSTOP)
+    killed_owner.kill()
+    killed_owner.wait()
+    (state / "owners" / folder.name).rename(state / "elsewhere")
+    assert any(line == f"process {launcher}" for line in remains(state))
+    swept = sweep(state)
+    assert swept.owners == 1 and swept.processes >= 1
+    assert remains(state) == []
+    assert wait_until(lambda: sleepers("777.25") == 0)
+    shutil.rmtree(state / "elsewhere")

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from termrl.errors import SandboxStartError
-from termrl.verifier.attribution import ATTRIBUTABLE_CAUSES, attribute
+from termrl.verifier.attribution import attribute
+from termrl.verifier.causes import ATTRIBUTABLE_CAUSES
 from termrl.verifier.verdict import INFRASTRUCTURE_CAUSES, Cause, Finding, Outcome, Verdict
 
 CRASH = Verdict.missing(Cause.VERIFIER_CRASH, "no reward", exit_code=1, output_tail="tail")

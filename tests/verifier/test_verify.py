@@ -11,8 +11,9 @@ import pytest
 from termrl.errors import TaskError
 from termrl.sandboxes.base import SandboxProvider
 from termrl.verifier.oracle import golden_check, run_solution
+from termrl.verifier.surroundings import trusted_path
 from termrl.verifier.verdict import Cause, Outcome, Verdict
-from termrl.verifier.verify import trusted_path, verify
+from termrl.verifier.verify import verify
 from tests.verifier.tiny import SECRET, run, sandbox_of, tiny_task
 
 
@@ -105,7 +106,7 @@ async def test_a_reward_that_cannot_be_trusted_is_no_verdict(
 
 
 SURROUNDINGS = """\
-{ pwd; stat -c '%a %u' "$HOME"; ls -A "$HOME" | wc -l; id -u; echo "$HOME"; } > /logs/verifier/seen.txt
+{ pwd; stat -c '%a %u' "$HOME"; cat "$HOME"/.[!.]* | wc -c; id -u; echo "$HOME"; } > /logs/verifier/seen.txt
 [ -s /logs/verifier/test-stdout.txt ] && echo "early" ; echo a line; [ -s /logs/verifier/test-stdout.txt ] && echo kept
 cat /logs/verifier/seen.txt
 echo 1 > /logs/verifier/reward.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from termrl.sandboxes import open_provider
 from termrl.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from termrl.tasks.task import Task
+from termrl.verifier.tamper import Baseline, take_baseline
 
 SECRET = "forty-two-5f1c"
 
@@ -84,6 +86,16 @@ async def sandbox_of(provider: SandboxProvider, task: Task) -> AsyncIterator[San
         yield sandbox
     finally:
         await sandbox.stop()
+
+
+@asynccontextmanager
+async def handed_over(provider: SandboxProvider, task: Task) -> AsyncIterator[tuple[Sandbox, Baseline]]:
+    """A sandbox as a policy gets it: what changes from now on is the policy's doing."""
+    async with sandbox_of(provider, task) as sandbox:
+        baseline = await take_baseline(sandbox, task)
+        # The kernel's clock for files ticks every few milliseconds.
+        await asyncio.sleep(0.02)
+        yield sandbox, baseline
 
 
 async def run(sandbox: Sandbox, command: str, *, timeout_s: float = 20.0) -> str:

@@ -1,4 +1,7 @@
-"""``termrl doctor``: what this machine has, what it lacks, and the exact fix for that."""
+"""``termrl doctor``: what this machine has, what it lacks, and the exact fix for that.
+
+With ``--sandbox`` it runs the conformance suite against that backend instead.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import importlib
 import json as json_module
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cyclopts import App
 
-from termrl.errors import TermrlError
+from termrl.errors import ConfigError, TermrlError
 from termrl.sandboxes import host
+from termrl.sandboxes.base import RESOURCES
 
 app = App(name="doctor", help="Check this machine and say how to fix what is missing.")
 
@@ -41,26 +45,39 @@ class Check:
 
 
 @app.default
-def doctor(*, json: bool = False, state: Path | None = None) -> int:
+def doctor(
+    *, json: bool = False, state: Path | None = None, sandbox: str | None = None, check: Sequence[str] = ()
+) -> int:
     """Check user namespaces, bubblewrap, a real sandbox, cgroups, memory, open files, disk and the model cache.
 
-    Exit code 1 if something that everything needs is missing.
+    With --sandbox: run the conformance suite against that backend (about a minute) and say which limits hold.
+    Exit code 1 if something that everything needs is missing, or if the backend fails a check.
 
     Parameters
     ----------
     json
-        Print a list of objects instead of a table.
+        Print objects instead of a table.
     state
         The state folder; the default one if not given.
+    sandbox
+        The backend to check, for example bubblewrap.
+    check
+        With --sandbox: only this check; can be given several times.
     """
+    if sandbox is not None:
+        from termrl.cli.conformance import conform
+
+        return conform(sandbox, state=state, only=check, as_json=json)
+    if check:
+        raise ConfigError("--check: only with --sandbox", hint="termrl doctor --sandbox bubblewrap --check NAME")
     found = []
-    for check in checks(state):
-        found.append(check)
+    for one in checks(state):
+        found.append(one)
         if not json:
-            _show(check)
+            _show(one)
     if json:
-        print(json_module.dumps([asdict(check) for check in found], indent=2))
-    failed = [check.name for check in found if check.must and not check.ok]
+        print(json_module.dumps([asdict(one) for one in found], indent=2))
+    failed = [one.name for one in found if one.must and not one.ok]
     if failed and not json:
         print(f"\nmissing: {', '.join(failed)}")
     return 1 if failed else 0
@@ -73,6 +90,7 @@ def checks(state: Path | None = None) -> Iterator[Check]:
     yield _bwrap()
     yield _sandbox(state)
     yield _cgroups()
+    yield _limits(state)
     yield _memory()
     yield _open_files()
     yield _disk(state)
@@ -183,6 +201,28 @@ def _cgroups() -> Check:
         "optional: systemd-run --user --scope -p Delegate=yes termrl …",
         must=False,
     )
+
+
+def _limits(state: Path | None) -> Check:
+    """What bounds each resource of a sandbox here; ``--sandbox`` puts that to the test."""
+    try:
+        found = asyncio.run(_find_limits(state))
+    except TermrlError as error:
+        return Check("limits", False, error.message, error.hint or "", must=False)
+    detail = "; ".join(f"{resource} by {by}" for resource, by in found.items())
+    missing = [resource for resource in RESOURCES if resource not in found]
+    if not missing:
+        return Check("limits", True, detail, must=False)
+    return Check(
+        "limits", False, f"not bounded: {', '.join(missing)}; {detail}", "only cgroups bound it: see above", must=False
+    )
+
+
+async def _find_limits(state: Path | None) -> dict[str, str]:
+    from termrl.sandboxes.bubblewrap import BubblewrapProvider
+
+    async with BubblewrapProvider(state=state) as provider:
+        return provider.limits
 
 
 def _memory() -> Check:

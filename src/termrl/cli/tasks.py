@@ -20,6 +20,7 @@ def generate(
     *,
     split: Literal["train", "eval"] = "train",
     families: Annotated[list[str] | None, Parameter(negative="")] = None,
+    levels: Annotated[list[str] | None, Parameter(negative="")] = None,
     per_family: int = 8,
     seed: int = 0,
 ) -> None:
@@ -32,7 +33,9 @@ def generate(
     split
         Whose words to use; the two splits share none.
     families
-        Names of families with commas between, or all; those of level 1 if none are named.
+        Names of families with commas between, or all; those of level 1 if neither these nor levels are given.
+    levels
+        Only families of these levels, with commas between: 1 small steps, 2 text, archives and finding, 3 repairs.
     per_family
         Tasks of each family.
     seed
@@ -43,9 +46,14 @@ def generate(
     from termrl.tasks.generate import FAMILIES
     from termrl.tasks.generate import generate as write
 
-    names = [name for given in families or [] for name in given.split(",") if name] or None
+    names = _parts(families)
     written = write(
-        directory, split=split, families=list(FAMILIES) if names == ["all"] else names, per_family=per_family, seed=seed
+        directory,
+        split=split,
+        families=list(FAMILIES) if names == ["all"] else names,
+        levels=_numbers(_parts(levels)),
+        per_family=per_family,
+        seed=seed,
     )
     Console().print(f"{len(written)} tasks in {directory}", highlight=False, markup=False, soft_wrap=True)
 
@@ -130,6 +138,20 @@ def show(directory: Path, task_id: str, /) -> None:
     console.print(table, highlight=False)
     for line in task.warnings:
         console.print(f"[yellow]warning[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _parts(given: list[str] | None) -> list[str] | None:
+    """What is given once with commas between, or several times, as one list; ``None`` if that is nothing."""
+    return [part.strip() for text in given or [] for part in text.split(",") if part.strip()] or None
+
+
+def _numbers(parts: list[str] | None) -> list[int] | None:
+    from termrl.errors import TaskError
+
+    try:
+        return None if parts is None else [int(part) for part in parts]
+    except ValueError:
+        raise TaskError(f"levels: {','.join(parts or [])} are not whole numbers with commas between") from None
 
 
 def _made_from(task: Task) -> str:

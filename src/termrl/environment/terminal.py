@@ -6,7 +6,7 @@ import difflib
 import posixpath
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from termrl.environment.protocol import Action, Environment, Observation, State
@@ -15,18 +15,24 @@ from termrl.errors import CommandError, TaskError
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Sandbox, SandboxProvider
 from termrl.tasks.task import Task
 from termrl.verifier.attribution import MissingVerdict, attribute
+from termrl.verifier.cleanroom import verify_in_clean_room
+from termrl.verifier.rules import VerifyRules, apply_rules
+from termrl.verifier.surroundings import verifier_variables
+from termrl.verifier.tamper import Baseline, take_baseline
 from termrl.verifier.verdict import Cause, Outcome, Verdict
-from termrl.verifier.verify import verifier_variables, verify
+from termrl.verifier.verify import verify
 
 COMMAND_TIMEOUT_S = 20.0
 MAX_FILE_BYTES = 16 * 1024 * 1024
 DEFAULT_SESSION = "main"
 
+_RULES = VerifyRules()
+
 _BEFORE_RESET = "there is no episode: reset comes first"
 _RESET_FAILED = "the last reset failed: there is no episode to act in or to evaluate"
 _DONE = "the episode is done: reset starts another"
 _CLOSED = "the environment is closed: reset starts another episode"
-_RELEASED = "the sandbox was given up while the missing verdict was looked into: reset starts another episode"
+_RELEASED = "the sandbox was given up while the verdict was looked into: reset starts another episode"
 
 
 class TerminalEnvironment(Environment):
@@ -40,8 +46,9 @@ class TerminalEnvironment(Environment):
     - ``write`` sends ``command`` and a newline to a session, ``view`` gives its output since the last look, ``wait``
       the same once it ended or after ``wait_seconds``, ``kill`` ends it; ``info`` has ``running``, ``exit_code``.
     - ``write_file`` writes ``content``; a relative ``file_path`` is below the workdir.
-    - ``evaluate``: ``wait_seconds`` replaces the task's verifier budget. A missing verdict is attributed;
-      when that takes untouched sandboxes, this session's own is released first.
+    - ``evaluate``: ``wait_seconds`` replaces the task's verifier budget. A missing verdict is attributed, and a
+      verdict whose tamper signals the rules list is zeroed or re-checked; when that takes untouched sandboxes, this
+      session's own is released first.
     - A step that cannot be taken (before a reset, after a failed one, after done) is an observation with
       ``success`` false and ``error``, and without a reward if it is an ``evaluate``.
     """
@@ -52,7 +59,7 @@ class TerminalEnvironment(Environment):
         provider: SandboxProvider,
         *,
         command_timeout_s: float = COMMAND_TIMEOUT_S,
-        missing_verdict: MissingVerdict = "attribute",
+        rules: VerifyRules = _RULES,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
         fresh: Callable[[str], Awaitable[Environment]] | None = None,
     ) -> None:
@@ -61,7 +68,7 @@ class TerminalEnvironment(Environment):
         Args:
             tasks: the tasks by id; the only names that ``reset`` takes.
             command_timeout_s: seconds for one command.
-            missing_verdict: ``attribute`` or ``drop``; tasks whose tests use the network are always dropped.
+            rules: what is done about missing verdicts and tamper signals.
             output_limit: bytes of output kept of one command, head and tail.
             fresh: gives an environment reset to the task that nothing has acted in; by default another session
                 on the same provider.
@@ -69,12 +76,13 @@ class TerminalEnvironment(Environment):
         self._tasks = tasks
         self._provider = provider
         self._command_timeout_s = command_timeout_s
-        self._missing_verdict: MissingVerdict = missing_verdict
+        self._rules = rules
         self._output_limit = output_limit
         self._fresh = fresh or self._sibling
         self._task: Task | None = None
         self._sandbox: Sandbox | None = None
         self._sessions: Sessions | None = None
+        self._baseline: Baseline | None = None
         self._refusal: str | None = _BEFORE_RESET
         self._done = False
         self._state = State()
@@ -92,6 +100,7 @@ class TerminalEnvironment(Environment):
         verifier_variables(task)
         self._sandbox = await self._provider.create(task.resolved_sandbox())
         self._sessions = Sessions(self._sandbox, output_limit=self._output_limit)
+        self._baseline = await take_baseline(self._sandbox, task)
         self._task, self._refusal = task, None
         self._state = State(
             episode_id=episode_id or uuid.uuid4().hex,
@@ -185,7 +194,7 @@ class TerminalEnvironment(Environment):
 
     async def _evaluate(self, action: Action, task: Task, sandbox: Sandbox) -> Observation:
         async def verify_here() -> Verdict:
-            return await verify(sandbox, task, timeout_s=action.wait_seconds)
+            return await verify(sandbox, task, timeout_s=action.wait_seconds, baseline=self._baseline)
 
         async def verify_untouched() -> Verdict:
             await self._release(_RELEASED)
@@ -196,8 +205,16 @@ class TerminalEnvironment(Environment):
                 await environment.close()
             return Verdict.model_validate(observation.info["verdict"])
 
-        mode: MissingVerdict = "drop" if task.tests_use_network else self._missing_verdict
+        async def another() -> Sandbox:
+            await self._release(_RELEASED)
+            return await self._provider.create(task.resolved_sandbox())
+
+        async def clean_room() -> Verdict:
+            return await verify_in_clean_room(sandbox, task, fresh=another, timeout_s=action.wait_seconds)
+
+        mode: MissingVerdict = "drop" if task.tests_use_network else self._rules.missing_verdict
         verdict = await attribute(await verify_here(), again=verify_here, fresh=verify_untouched, mode=mode)
+        verdict = await apply_rules(verdict, self._rules, clean_room=clean_room)
         if verdict.outcome is Outcome.NO_VERDICT:
             return self._unscored(action, verdict)
         self._refusal, self._done = _DONE, True
@@ -221,7 +238,7 @@ class TerminalEnvironment(Environment):
             self._tasks,
             self._provider,
             command_timeout_s=self._command_timeout_s,
-            missing_verdict="drop",
+            rules=replace(self._rules, missing_verdict="drop"),
             output_limit=self._output_limit,
         )
         await environment.reset(task_id)
@@ -274,19 +291,19 @@ class LocalEnvironmentFactory:
         provider: SandboxProvider,
         *,
         command_timeout_s: float = COMMAND_TIMEOUT_S,
-        missing_verdict: MissingVerdict = "attribute",
+        rules: VerifyRules = _RULES,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> None:
         """Arguments as for :class:`TerminalEnvironment`. The provider stays its caller's to close."""
         self._tasks = tasks
         self._provider = provider
         self._command_timeout_s = command_timeout_s
-        self._missing_verdict: MissingVerdict = missing_verdict
+        self._rules = rules
         self._output_limit = output_limit
 
     def create(self) -> Environment:
         """A new session, not yet reset."""
-        return self._make(self._missing_verdict)
+        return self._make(self._rules)
 
     async def fresh(self, task_id: str) -> Environment:
         """An untouched session of ``task_id``, already reset, whose own missing verdicts stay missing.
@@ -295,16 +312,16 @@ class LocalEnvironmentFactory:
             TaskError: no such task.
             SandboxStartError: the sandbox could not be started.
         """
-        environment = self._make("drop")
+        environment = self._make(replace(self._rules, missing_verdict="drop"))
         await environment.reset(task_id)
         return environment
 
-    def _make(self, missing_verdict: MissingVerdict) -> Environment:
+    def _make(self, rules: VerifyRules) -> Environment:
         return TerminalEnvironment(
             self._tasks,
             self._provider,
             command_timeout_s=self._command_timeout_s,
-            missing_verdict=missing_verdict,
+            rules=rules,
             output_limit=self._output_limit,
             fresh=self.fresh,
         )

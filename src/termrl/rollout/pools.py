@@ -9,9 +9,9 @@ from pathlib import Path
 
 from termrl.config import TrainConfig
 from termrl.errors import ConfigError, TaskError
-from termrl.rollout.curriculum import by_family
+from termrl.rollout.curriculum import by_family, family_levels
 from termrl.sandboxes.base import SandboxProvider
-from termrl.tasks.generate import FAMILIES, generate
+from termrl.tasks.generate import FAMILIES, LEVELS, Family, generate
 from termrl.tasks.task import Task
 from termrl.tasks.taskset import TaskSet
 
@@ -41,10 +41,10 @@ class TaskPools:
 
 
 def check_families(config: TrainConfig) -> None:
-    """Refuse unknown family names of the bundled suite, all at once, before anything is written.
+    """Refuse unknown families and levels of the bundled suite, all at once, before anything is written.
 
     Raises:
-        ConfigError: with a suggestion for each.
+        ConfigError: with a suggestion for each, or when no family is left to train on.
     """
     if config.tasks.dir is not None:
         return
@@ -56,8 +56,19 @@ def check_families(config: TrainConfig) -> None:
                 close = difflib.get_close_matches(family, list(FAMILIES), n=1)
                 meant = f"; did you mean {close[0]}?" if close else ""
                 problems.append(f"settings: {key}: unknown family {family}{meant}")
+    for level in config.tasks.levels:
+        if level not in LEVELS:
+            problems.append(f"settings: tasks.levels: there is no level {level}, only {', '.join(map(str, LEVELS))}")
     if problems:
         raise ConfigError(problems, hint=f"families: {', '.join(FAMILIES)}")
+    trained = _trained_families(config)
+    if not trained:
+        raise ConfigError("settings: tasks.levels: none of the families to train on is of these levels")
+    levels = {family.level for family in trained}
+    if config.tasks.curriculum.enabled and len(levels) < 2:
+        raise ConfigError(
+            f"settings: tasks.curriculum.enabled: all families are of level {min(levels)}; it needs two levels or more"
+        )
 
 
 def load_pools(config: TrainConfig) -> TaskPools:
@@ -77,7 +88,15 @@ def load_pools(config: TrainConfig) -> TaskPools:
             f"{config.evaluation.dir}: {len(both)} tasks are also in {config.tasks.dir}: {_some(both)}",
             hint="evaluation must be on tasks that are not trained on",
         )
-    families = _chosen(by_family(train.values()), config.tasks.families, config.tasks.dir)
+    levels = config.tasks.levels
+    of_levels = by_family(task for task in train.values() if not levels or task.level in levels)
+    if not of_levels:
+        raise TaskError(f"{config.tasks.dir}: no tasks of level {', '.join(map(str, levels))} (tasks.levels)")
+    families = _chosen(of_levels, config.tasks.families, config.tasks.dir)
+    if not config.tasks.families:
+        families = {name: t for name, t in families.items() if name not in config.evaluation.untrained_families}
+    if config.tasks.curriculum.enabled:
+        family_levels(families)
     evaluated = by_family(held_out.values())
     wanted = (config.evaluation.families or tuple(f for f in evaluated if f in families)) + (
         config.evaluation.untrained_families
@@ -96,10 +115,13 @@ def generate_pools(config: TrainConfig, into: Path) -> TaskPools:
 
     Held-out tasks are the same whatever the run's seed, so that runs can be compared.
     """
-    trained = config.tasks.families or tuple(name for name, family in FAMILIES.items() if family.level == 1)
+    chosen = _trained_families(config)
+    trained = tuple(family.name for family in chosen)
     untrained = config.evaluation.untrained_families
     evaluated = (config.evaluation.families or trained) + untrained
-    uses = -(-config.steps * (config.rollout.groups + config.rollout.refill) // len(trained))
+    lowest = min(family.level for family in chosen)
+    shared = [family for family in chosen if family.level == lowest] if config.tasks.curriculum.enabled else chosen
+    uses = -(-config.steps * (config.rollout.groups + config.rollout.refill) // len(shared))
     per_family = config.tasks.per_family or max(1, uses)
     generate(into / "train", split="train", families=trained, per_family=per_family, seed=config.seed)
     generate(into / "held-out", split="eval", families=evaluated, per_family=config.evaluation.per_family, seed=0)
@@ -126,6 +148,19 @@ def check_runnable(pools: TaskPools, provider: SandboxProvider) -> None:
         lines = [f"{name}: {reason}" for name, reason in list(refused.items())[:_NAMED]]
         more = [f"and {len(refused) - _NAMED} more"] if len(refused) > _NAMED else []
         raise TaskError("\n".join([f"--sandbox {provider.name} cannot run {len(refused)} tasks", *lines, *more]))
+
+
+def _trained_families(config: TrainConfig) -> list[Family]:
+    """The families of the bundled suite that the config trains on, in the suite's or the config's order."""
+    tasks = config.tasks
+    levels = tasks.levels or (LEVELS if tasks.curriculum.enabled else None)
+    if tasks.families:
+        names = tasks.families
+    else:
+        names = tuple(name for name in FAMILIES if name not in config.evaluation.untrained_families)
+        levels = levels or LEVELS[:1]
+    wanted = levels or LEVELS
+    return [FAMILIES[name] for name in dict.fromkeys(names) if FAMILIES[name].level in wanted]
 
 
 def _chosen(families: Mapping[str, list[Task]], names: Sequence[str], folder: Path) -> dict[str, list[Task]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from termrl.agent.types import Episode
 from termrl.rollout.groups import Batch, Group, cause_of, sampled_tokens
+from termrl.verifier.metrics import verdict_metrics
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def rollout_metrics(groups: Sequence[Group], batch: Batch, *, refilled: int = 0)
         metrics[f"rollout/episodes_dropped/{cause}"] = count
     for reason, count in sorted(Counter(str(episode.end_reason) for episode in episodes).items()):
         metrics[f"rollout/end_reason/{reason}"] = count
+    metrics |= verdict_metrics(episode.verdict for episode in episodes if episode.verdict is not None)
     metrics["rollout/zero_variance_groups"] = batch.dead["zero_variance"]
     metrics["rollout/refilled_groups"] = refilled
     metrics["rollout/single_valid_groups"] = batch.dead["one_valid"] + batch.dead["none_valid"]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from termrl.config import StopConfig
+from termrl.rollout.curriculum import Curriculum
 from termrl.rollout.groups import Batch
 from termrl.runs.metrics import EvalScores, FamilyScore, RunTotals
 
@@ -22,6 +23,7 @@ class Progress:
         rewards: mean reward by step (steps without a verdict have none).
         before, after: the evaluations; ``during`` those at steps between.
         no_verdict_steps, dead_steps, solved_steps: how many of the last steps in a row were such.
+        curriculum: which levels are open, where there is a curriculum.
         stopped: why the run ended before its last step, if it did.
         evaluation_s, longest_step_s: wall seconds, for the time budget.
         engine_s: the engine's busy seconds at the last look (of this process).
@@ -36,6 +38,7 @@ class Progress:
     no_verdict_steps: int = 0
     dead_steps: int = 0
     solved_steps: int = 0
+    curriculum: Curriculum | None = None
     stopped: str | None = None
     evaluation_s: float = 0.0
     longest_step_s: float = 0.0
@@ -67,6 +70,10 @@ class Progress:
         self.solved_steps = self.solved_steps + 1 if solved else 0
         self.dead_steps = self.dead_steps + 1 if dead and not solved else 0
 
+    def moved_up(self) -> None:
+        """A level opened: what was dead or solved before says nothing about the tasks to come."""
+        self.dead_steps = self.solved_steps = 0
+
     def hopeless(self, stop: StopConfig) -> str | None:
         """Why nothing can be learnt, or ``None`` as long as something may be."""
         if self.no_verdict_steps >= stop.no_verdict_steps:
@@ -95,6 +102,7 @@ class Progress:
             "no_verdict_steps": self.no_verdict_steps,
             "dead_steps": self.dead_steps,
             "solved_steps": self.solved_steps,
+            "curriculum": self.curriculum.state() if self.curriculum is not None else None,
             "evaluation_s": self.evaluation_s,
             "longest_step_s": self.longest_step_s,
             "wall_s": self.wall_s,
@@ -112,6 +120,7 @@ class Progress:
             no_verdict_steps=state["no_verdict_steps"],
             dead_steps=state["dead_steps"],
             solved_steps=state["solved_steps"],
+            curriculum=Curriculum.from_state(state["curriculum"]) if state.get("curriculum") is not None else None,
             evaluation_s=state["evaluation_s"],
             longest_step_s=state["longest_step_s"],
             earlier_s=state["wall_s"],

@@ -17,6 +17,8 @@ from typing import Literal, Self
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
+# What a backend can bound (see SandboxProvider.limits); files are bytes.
+RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,30 @@ class SandboxProvider(abc.ABC):
     @abc.abstractmethod
     def live(self) -> int:
         """How many sandboxes are up."""
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """What bounds a sandbox on this machine: resource → by what; a resource that is not there is not bounded.
+
+        The resources are those of :data:`RESOURCES`.
+        """
+        return {}
+
+    def sweep(self) -> object:
+        """Remove what dead owners of this backend left on this machine; never touch what a live one has.
+
+        Raises:
+            NotImplementedError: the backend cannot.
+        """
+        raise NotImplementedError(f"{self.name} cannot sweep")
+
+    def remains(self) -> list[str]:
+        """Every process, mount, folder and cgroup that dead owners of this backend left, one line for each.
+
+        Raises:
+            NotImplementedError: the backend cannot tell.
+        """
+        raise NotImplementedError(f"{self.name} cannot tell what dead owners left")
 
     async def __aenter__(self) -> Self:
         return self

@@ -25,7 +25,7 @@ from termrl.sandboxes.channel import Channel, pair
 from termrl.sandboxes.client import START_S, ResidentSandbox, packed
 from termrl.sandboxes.host import NOBODY, kernel_version, memory_mb, state_folder
 from termrl.sandboxes.stage import Stage, stage
-from termrl.sandboxes.sweep import Owner, processes_of, sweep
+from termrl.sandboxes.sweep import Owner, Swept, processes_of, remains, sweep
 
 DEFAULT_MEMORY_MB = 2048
 DEFAULT_STORAGE_MB = 1024
@@ -76,14 +76,30 @@ class BubblewrapProvider(SandboxProvider):
         return len(self._sandboxes)
 
     @property
-    def limits(self) -> str:
-        """What bounds a sandbox on this machine, in one line."""
-        files = f"tmpfs of at most {self._storage_mb} MiB"
+    def limits(self) -> dict[str, str]:
         by_rlimit = "RLIMIT_NPROC" if _nproc_counts_by_sandbox() else "watching"
-        if self._groups is None:
-            return f"no cgroups: memory by RLIMIT_DATA and watching, processes by {by_rlimit}, {files}"
-        groups = f"cgroups v{self._groups.roots.version}"
-        return f"memory by {groups}, processes by {groups if self._groups.counts_processes else by_rlimit}, {files}"
+        open_files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], _MAX_FILES)
+        found = {
+            "memory": "RLIMIT_DATA for each process, and the sum is watched",
+            "processes": by_rlimit,
+            "files": f"tmpfs of at most {self._storage_mb} MiB",
+            "file count": f"watching, {_FILES_PER_MB} for each MiB",
+            "open files": f"RLIMIT_NOFILE, {open_files} for each process",
+        }
+        if self._groups is not None:
+            groups = f"cgroups v{self._groups.roots.version}"
+            found["memory"] = groups
+            if self._groups.counts_processes:
+                found["processes"] = groups
+            if self._groups.shares_cpu:
+                found["cpus"] = groups
+        return found
+
+    def sweep(self) -> Swept:
+        return sweep(self._owner.folder.parents[1])
+
+    def remains(self) -> list[str]:
+        return remains(self._owner.folder.parents[1])
 
     def refusal(self, spec: SandboxSpec) -> str | None:
         if not spec.host_userland:
@@ -165,12 +181,17 @@ class BubblewrapProvider(SandboxProvider):
         memory = spec.memory_mb or DEFAULT_MEMORY_MB
         pids = spec.pids or DEFAULT_PIDS
         watched_memory = 0 if self._groups is not None else memory << 20
-        fields = [os.fsencode(spec.workdir), str(pids).encode(), str(watched_memory).encode()]
-        fields += [str(storage_mb * _FILES_PER_MB).encode(), _rlimits(pids, watched_memory)]
+        # Segments that nobody has attached outlive what the kernel kills for memory.
+        bounds = (pids, watched_memory, memory << 19, storage_mb * _FILES_PER_MB)
+        victims = sandbox.oom_score()
+        fields = [os.fsencode(spec.workdir), b"0" if victims is None else b"1"]
+        fields += [*(str(bound).encode() for bound in bounds), _rlimits(pids, watched_memory)]
         with contextlib.ExitStack() as held:
             fds = [self._etc]
             if spec.files is not None:
                 fds.append(held.enter_context(contextlib.closing(await packed(spec.files, frozenset()))).fileno())
+            if victims is not None:
+                fds.append(held.enter_context(victims).fileno())
             await sandbox.furnish(fields, fds)
 
     def _limit(self, sandbox: ResidentSandbox, storage_mb: int) -> None:

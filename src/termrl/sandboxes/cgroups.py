@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+PREFIX = "termrl-"
+
 _V1 = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
 
@@ -94,13 +96,15 @@ class Groups:
         self.roots = roots
         names = [name for name in roots.folders if pids or name != "pids"]
         self.counts_processes = roots.version == 2 or "pids" in names
-        self._tops = {name: roots.folders[name] / f"termrl-{owner}" for name in names}
+        self.shares_cpu = roots.version == 1 and "cpu" in names
+        self._tops = {name: roots.folders[name] / f"{PREFIX}{owner}" for name in names}
         for top in self._tops.values():
             top.mkdir(exist_ok=True)
             if roots.version == 2:
                 (top / "cgroup.subtree_control").write_text("+memory +pids")
                 with contextlib.suppress(OSError):
                     (top / "cgroup.subtree_control").write_text("+cpu")
+                    self.shares_cpu = True
 
     def adopt(self, pid: int) -> None:
         """Move the launcher into a group of its own, without limits, so that what it starts is moved within ours.
@@ -159,16 +163,20 @@ class Groups:
             _remove_tree(top)
 
 
-def remove_groups(owner: str) -> int:
-    """Kill what runs in a dead owner's groups and remove them; returns how many groups there were."""
-    removed = 0
-    for mount in _mounts().values():
+def groups_of_owners() -> list[Path]:
+    """The top folders of every owner's groups, in every hierarchy; owner ``x`` has ``termrl-x``."""
+    found = []
+    for mount in set(_mounts().values()):
         for folder, names, _ in os.walk(mount):
-            for name in list(names):
-                if name == f"termrl-{owner}":
-                    names.remove(name)
-                    removed += _remove_tree(Path(folder, name))
-    return removed
+            for name in [name for name in names if name.startswith(PREFIX)]:
+                names.remove(name)
+                found.append(Path(folder, name))
+    return found
+
+
+def remove_groups(top: Path) -> int:
+    """Kill what runs in an owner's groups below ``top`` and remove them; returns how many groups there were."""
+    return _remove_tree(top)
 
 
 def _remove_tree(top: Path) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
+# What the launcher and the resident read at once.
 _MAX_PACKET = 1 << 17
 _BUFFER = 1 << 20
 
@@ -59,11 +61,13 @@ class Channel:
         """Send one packet, now or when there is room. The caller keeps its descriptors and may close them.
 
         Raises:
-            OSError: the packet is larger than the socket takes.
+            OSError: the packet is larger than the other end takes.
         """
         packet = b"\0".join(fields)
         if self.closed:
             return
+        if len(packet) > _MAX_PACKET:
+            raise OSError(errno.EMSGSIZE, f"{len(packet)} bytes, more than {_MAX_PACKET}")
         if not self._waiting:
             if self._try(packet, fds):
                 return

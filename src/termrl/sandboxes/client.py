@@ -22,7 +22,7 @@ from termrl.sandboxes.channel import Channel
 from termrl.sandboxes.output import render
 
 START_S = 30.0
-_INLINE_COMMAND = 60_000
+_INLINE = 60_000
 _STOP_S = 5.0
 _FILES_S = 120.0
 _GRACE_S = 15.0
@@ -86,7 +86,7 @@ class ResidentSandbox(Sandbox):
         await self._joined()
         with contextlib.ExitStack() as held:
             fds = []
-            if len(text) > _INLINE_COMMAND:
+            if len(text) + sum(map(len, entries)) > _INLINE:
                 fds = [held.enter_context(_memory_file(text)).fileno()]
                 text = b""
             try:
@@ -169,6 +169,15 @@ class ResidentSandbox(Sandbox):
         if self._channel is not None and self._channel.peer_pid:
             move = asyncio.to_thread(group.add, self._channel.peer_pid)
             self._joining = asyncio.get_running_loop().create_task(move)
+
+    def oom_score(self) -> BinaryIO | None:
+        """The first process's oom_score_adj, opened for it to use; ``None`` where this process may not."""
+        if self._channel is None or not self._channel.peer_pid:
+            return None
+        try:
+            return Path(f"/proc/{self._channel.peer_pid}/oom_score_adj").open("r+b", buffering=0)
+        except OSError:
+            return None
 
     async def _joined(self) -> None:
         if self._joining is None:

@@ -96,7 +96,7 @@ def bwrap_arguments(stage: Stage, tests: Path, empty: Path, *, storage_mb: int, 
         if Path("/etc", name).exists():
             args += ["--ro-bind", str(Path("/etc", name).resolve()), f"/etc/{name}"]
     args += ["--ro-bind", str(empty), "/etc/ld.so.preload"]
-    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777"]
+    args += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--perms", "1777"]
     args += [*_sized(min(_SHM_MB, storage_mb), "/dev/shm"), "--remount-ro", "/dev"]
     args += ["--ro-bind", str(tests), "/tests", "--ro-bind", str(stage.folder), INSIDE, "--chdir", "/", "--"]
     return [*args, *stage.argv(INSIDE, "resident"), label]

@@ -26,7 +26,11 @@ from termrl.sandboxes.host import find_bwrap
 
 INSIDE = "/.termrl"
 _OPTIONS = ["-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on"]
-_MODULES = ("output", "archive", "staged/launcher", "staged/resident", "staged/processes", "staged/files")
+_MODULES = (
+    "output",
+    "archive",
+    *(f"staged/{name}" for name in ("launcher", "resident", "bounds", "files", "memory", "processes")),
+)
 _PROBE = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from termrl.sandboxes.cgroups import remove_groups
+from termrl.sandboxes.cgroups import PREFIX, groups_of_owners, remove_groups
 from termrl.sandboxes.host import NOBODY, state_folder
 
 _GIVE_UP_S = 5.0
@@ -41,10 +44,11 @@ class Owner:
     """This process's claim on a folder of its own in the state folder."""
 
     def __init__(self, state: Path) -> None:
-        self.name = f"{os.getpid()}-{secrets.token_hex(6)}"
-        self.folder = state / "owners" / self.name
+        owners = state / "owners"
+        owners.mkdir(mode=0o755, exist_ok=True)
+        self.name = f"{os.getpid()}-{_mark(owners)}-{secrets.token_hex(6)}"
+        self.folder = owners / self.name
         self._pid = os.getpid()
-        self.folder.parent.mkdir(mode=0o755, exist_ok=True)
         part = self.folder.with_name(f".new-{self.name}")
         part.mkdir(mode=0o755)
         part.chmod(0o755)
@@ -72,20 +76,64 @@ def sweep(state: Path | None = None) -> Swept:
     swept = Swept()
     if not owners.is_dir():
         return swept
-    for folder in sorted(owners.iterdir()):
-        if not folder.name.startswith(".new-"):
-            if _is_live(folder):
-                swept.live_owners += 1
-                continue
-        elif time.time() - _mtime(folder) < 60:
+    names = {folder.name for folder in _entries(owners)} | set(_owners_seen(owners))
+    dead = []
+    for name in sorted(names):
+        if name.startswith(".new-") and time.time() - _mtime(owners / name) < 60:
             # Another process is claiming it right now.
             continue
-        swept.owners += 1
-        swept.processes += _end_processes(folder)
-        swept.cgroups += remove_groups(folder.name)
-        swept.folders += sum(1 for entry in _entries(folder) if entry.is_dir()) + 1
-        shutil.rmtree(folder, ignore_errors=True)
+        if _is_live(owners / name):
+            swept.live_owners += 1
+        else:
+            dead.append(name)
+    for name in dead:
+        swept.processes += _end_processes(name)
+    for top in groups_of_owners() if dead else []:
+        if top.name.removeprefix(PREFIX) in dead:
+            swept.cgroups += remove_groups(top)
+    for name in dead:
+        swept.folders += sum(1 for entry in _entries(owners / name) if entry.is_dir()) + (owners / name).exists()
+        shutil.rmtree(owners / name, ignore_errors=True)
+    swept.owners = len(dead)
     return swept
+
+
+def remains(state: Path | None = None) -> list[str]:
+    """What dead owners have left, one line each: folders, processes of ours, cgroups, mounts.
+
+    It starts from what the machine shows, so that it also finds what no folder leads to any more. ``state`` as in
+    :func:`termrl.sandboxes.host.state_folder`.
+    """
+    owners = state_folder(state) / "owners"
+    if not owners.is_dir():
+        return []
+    found = {f"process {pid}": name for name, pids in _owners_seen(owners).items() for pid in pids}
+    found |= {f"folder {folder}": folder.name for folder in _entries(owners)}
+    mark = f"-{_mark(owners)}-"
+    found |= {f"cgroup {top}": top.name.removeprefix(PREFIX) for top in groups_of_owners() if mark in top.name}
+    left = [line for line, name in found.items() if not _is_live(owners / name)]
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return sorted(left + [f"mount {line.split()[4]}" for line in mounts if f"{owners}/" in line])
+
+
+def _mark(owners: Path) -> str:
+    """What tells the owners of one state folder from those of another, in names of processes and cgroups.
+
+    Not its path: a container whose processes can be seen from here may have one at the same path.
+    """
+    status = owners.stat()
+    seal = f"{status.st_dev}:{status.st_ino}:{_boot_id()}"
+    return hashlib.blake2b(seal.encode(), digest_size=4).hexdigest()
+
+
+def _owners_seen(owners: Path) -> dict[str, list[int]]:
+    """Owners of this state folder by whom processes run on this machine → those processes."""
+    pattern = re.compile(rb"(\d+-" + _mark(owners).encode() + rb"-[0-9a-f]{12})/")
+    found: dict[str, list[int]] = {}
+    for pid, line in _processes_of_ours():
+        for name in set(pattern.findall(line)):
+            found.setdefault(name.decode(), []).append(pid)
+    return found
 
 
 def _is_live(folder: Path) -> bool:
@@ -113,23 +161,25 @@ def _is_live(folder: Path) -> bool:
 def processes_of(folder: Path) -> list[int]:
     """Processes of ours (launcher, bubblewrap, residents) that belong to an owner's folder."""
     mark = os.fsencode(folder.name) + b"/"
-    found = []
+    return [pid for pid, line in _processes_of_ours() if mark in line]
+
+
+def _processes_of_ours() -> Iterator[tuple[int, bytes]]:
+    """(pid, command line) of every launcher, bubblewrap and resident, whoever owns it."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
             line = Path(entry.path, "cmdline").read_bytes()
-            if mark in line and entry.stat().st_uid in (os.geteuid(), NOBODY, 0):
-                argv = line.split(b"\0")
-                if argv[0].rpartition(b"/")[2] == b"bwrap" or b"termrl.sandboxes.staged" in line:
-                    found.append(int(entry.name))
-    return found
+            ours = line.partition(b"\0")[0].rpartition(b"/")[2] == b"bwrap" or b"termrl.sandboxes.staged" in line
+            if ours and entry.stat().st_uid in (os.geteuid(), NOBODY, 0):
+                yield int(entry.name), line
 
 
-def _end_processes(folder: Path) -> int:
+def _end_processes(name: str) -> int:
     ended: set[int] = set()
     give_up = time.monotonic() + _GIVE_UP_S
-    while (found := processes_of(folder)) and time.monotonic() < give_up:
+    while (found := processes_of(Path(name))) and time.monotonic() < give_up:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

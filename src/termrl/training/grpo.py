@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from termrl.agent.types import Episode
 from termrl.config import TrainConfig
 from termrl.errors import RunError
-from termrl.rollout.curriculum import pick_refills, pick_tasks
+from termrl.rollout.curriculum import Curriculum, family_levels, pick_refills, pick_tasks
 from termrl.rollout.groups import Batch, Group, build_batch
 from termrl.rollout.pools import TaskPools
 from termrl.rollout.scheduler import Attempt, Scheduler
@@ -100,6 +100,10 @@ class GRPO:
         self._progress = progress
         self._watcher = watcher
         self._saved = progress.step
+        self._levels: dict[str, int] = {}
+        if config.tasks.curriculum.enabled:
+            self._levels = family_levels(parts.pools.train)
+            progress.curriculum = progress.curriculum or Curriculum.begin(self._levels)
 
     async def run(self) -> None:
         """Train to the end; ``progress`` holds the outcome.
@@ -136,12 +140,15 @@ class GRPO:
         reached. What they replace is recorded and counted, as without them.
         """
         config, train = self._config, self._parts.pools.train
-        tasks = pick_tasks(train, step=step, count=config.rollout.groups, seed=config.seed)
+        curriculum = self._progress.curriculum
+        stages = curriculum.stages(self._levels) if curriculum is not None else None
+        tasks = pick_tasks(train, step=step, count=config.rollout.groups, seed=config.seed, stages=stages)
         groups = await self._play(step, tasks, [])
         if not config.rollout.refill:
             return groups
         used = {task.id for task in tasks}
-        spare = pick_refills(train, step=step, count=config.rollout.refill, seed=config.seed, used=used)
+        count = config.rollout.refill
+        spare = pick_refills(train, step=step, count=count, seed=config.seed, used=used, stages=stages)
         while spare and (flat := sum(group.dead == "zero_variance" for group in groups) - len(groups) + len(tasks)) > 0:
             groups += await self._play(step, spare[:flat], groups)
             spare = spare[flat:]
@@ -189,8 +196,13 @@ class GRPO:
             **update_metrics(update),
         }
         metrics |= perf_metrics(timings, episodes=len(episodes), tokens=int(metrics["rollout/tokens_captured"]))
+        curriculum = self._progress.curriculum
+        if curriculum is not None:
+            metrics["rollout/level"] = curriculum.level
         self._record(step, groups, batch, metrics)
         self._progress.finish_step(step, metrics, batch)
+        if curriculum is not None and curriculum.finish_step(step, groups, self._levels, self._config.tasks.curriculum):
+            self._progress.moved_up()
         self._progress.engine_s = self._engine_s()
         self._watcher.step(step, metrics)
 
@@ -266,7 +278,8 @@ class GRPO:
         reason = progress.hopeless(stop)
         if reason is not None:
             raise RunError(f"step {progress.step}: {reason}", hint=f"look at {self._store.path / 'episodes.jsonl'}")
-        if progress.solved_steps >= stop.dead_steps:
+        more = progress.curriculum is not None and progress.curriculum.next_level(self._levels) is not None
+        if progress.solved_steps >= stop.dead_steps and not more:
             progress.stopped = f"solved: {progress.solved_steps} steps in a row passed every episode"
         limit = self._config.max_wall_s
         if limit is not None and progress.wall_s + progress.longest_step_s + progress.evaluation_s > limit:

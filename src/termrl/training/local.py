@@ -145,7 +145,10 @@ async def open_parts(
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(
             environments=LocalEnvironmentFactory(
-                pools.by_id, provider, command_timeout_s=config.episode.command_timeout_s
+                pools.by_id,
+                provider,
+                command_timeout_s=config.episode.command_timeout_s,
+                rules=config.verify.rules(),
             ),
             sessions=ServerSessions(server, client, stop_at_fence=config.episode.stop_at_fence),
             gate=upstream if config.rollout.schedule == "lockstep" else None,
@@ -159,6 +162,7 @@ async def open_parts(
 def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[str, Any]) -> dict[str, Any]:
     """``summary.json``. ``tokens_trained`` = ``tokens_captured`` - ``tokens_masked``, to the token."""
     totals, before, after = progress.totals, progress.before, progress.after
+    opened = progress.curriculum.opened if progress.curriculum is not None else None
     return {
         "eval_before": before.overall() if before else None,
         "eval_after": after.overall() if after else None,
@@ -166,6 +170,8 @@ def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[
         "eval_after_untrained": after.overall(untrained=True) if after else None,
         "eval_by_family": family_table(before, after),
         "eval_dropped": {"before": before.dropped if before else {}, "after": after.dropped if after else {}},
+        # level → the first step that trained on it
+        **({"levels": {str(k): at for k, at in opened.items() if at <= totals.steps}} if opened is not None else {}),
         "steps": totals.steps,
         "episodes": totals.episodes,
         "dropped": dict(totals.dropped),

@@ -12,14 +12,12 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from termrl.errors import SandboxError
-from termrl.verifier.verdict import Attribution, Cause, Finding, Outcome, Verdict
+from termrl.verifier.causes import ATTRIBUTABLE_CAUSES, Cause
+from termrl.verifier.verdict import Attribution, Finding, Outcome, Verdict
 
 MissingVerdict = Literal["attribute", "drop"]
 
 UNTOUCHED_RUNS = 2
-
-ATTRIBUTABLE_CAUSES = frozenset({Cause.VERIFIER_CRASH, Cause.VERIFIER_TIMEOUT, Cause.BAD_REWARD})
-"""Causes of a missing verdict that a policy could have brought about; all others are infrastructure's."""
 
 
 async def attribute(

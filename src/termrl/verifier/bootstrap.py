@@ -1,8 +1,9 @@
-"""Recognising tests that never got to say anything because a download or an installation failed."""
+"""What a task's own tests say: whether they download, and whether a download or an installation failed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _FAILURES = re.compile(
@@ -51,10 +52,16 @@ def downloads_in(tests: Path) -> bool:
     Where they do not, a message about the network in their output cannot be the infrastructure's: it is text
     that the policy made the tests print.
     """
+    return any(_DOWNLOADERS.search(text) for text in _scripts(tests))
+
+
+def mentions(tests: Path, name: bytes) -> bool:
+    """Whether ``name`` stands anywhere in the task's own tests."""
+    return any(name in text for text in _scripts(tests))
+
+
+def _scripts(tests: Path) -> Iterator[bytes]:
     for path in sorted(tests.rglob("*")):
-        if path.suffix not in _SCRIPT_SUFFIXES or not path.is_file():
-            continue
-        with path.open("rb") as file:
-            if _DOWNLOADERS.search(file.read(_MAX_SCRIPT_BYTES)):
-                return True
-    return False
+        if path.suffix in _SCRIPT_SUFFIXES and path.is_file():
+            with path.open("rb") as file:
+                yield file.read(_MAX_SCRIPT_BYTES)

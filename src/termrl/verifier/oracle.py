@@ -9,6 +9,7 @@ from termrl.sandboxes.base import ExecResult, Sandbox, SandboxProvider
 from termrl.tasks.env import resolve_env
 from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
+from termrl.verifier.tamper import take_baseline
 from termrl.verifier.verdict import Outcome, Verdict
 from termrl.verifier.verify import verify
 
@@ -61,8 +62,9 @@ async def golden_check(provider: SandboxProvider, task: Task, *, timeout_s: floa
     """
     sandbox = await provider.create(task.resolved_sandbox())
     try:
+        baseline = await take_baseline(sandbox, task)
         solution = await run_solution(sandbox, task, timeout_s=timeout_s)
-        oracle = await verify(sandbox, task)
+        oracle = await verify(sandbox, task, baseline=baseline)
     finally:
         await sandbox.stop()
     sandbox = await provider.create(task.resolved_sandbox())

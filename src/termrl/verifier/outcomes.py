@@ -1,35 +1,9 @@
-"""The one table that maps (end reason, verdict) to a reward."""
+"""From (end reason, verdict) to a reward, by the tables of :mod:`termrl.verifier.causes`."""
 
 from __future__ import annotations
 
-from enum import Enum, auto
-from types import MappingProxyType
-
-from termrl.verifier.verdict import EndReason, Outcome, Verdict
-
-
-class _Rule(Enum):
-    GRADED = auto()
-    """The verdict decides."""
-    CUT = auto()
-    """Zero in training (the wall cap); the verdict decides where cut episodes are graded."""
-    NEVER = auto()
-    """No reward, whatever a verdict says."""
-
-
-_TABLE = MappingProxyType(
-    {
-        EndReason.TASK_COMPLETE: _Rule.GRADED,
-        EndReason.NO_COMMAND: _Rule.GRADED,
-        EndReason.MAX_TURNS: _Rule.GRADED,
-        EndReason.LENGTH: _Rule.GRADED,
-        EndReason.CONTEXT: _Rule.GRADED,
-        EndReason.TIMEOUT: _Rule.CUT,
-        EndReason.POLICY_ERROR: _Rule.NEVER,
-        EndReason.ENVIRONMENT_ERROR: _Rule.NEVER,
-        EndReason.ABORTED: _Rule.NEVER,
-    }
-)
+from termrl.verifier.causes import END_REASONS, EndReason, Rule
+from termrl.verifier.verdict import Outcome, Verdict
 
 
 def reward_of(end_reason: EndReason, verdict: Verdict | None, *, graded_cut: bool, raw: bool = False) -> float | None:
@@ -54,12 +28,12 @@ def reward_of(end_reason: EndReason, verdict: Verdict | None, *, graded_cut: boo
             rather than scored 0 (training).
         raw: give the number that the tests wrote, in [0, 1], rather than 0 or 1.
     """
-    rule = _TABLE[end_reason]
-    if rule is _Rule.NEVER:
+    rule = END_REASONS[end_reason].rule
+    if rule is Rule.NEVER:
         return None
     if verdict is not None and verdict.outcome is Outcome.NO_VERDICT:
         return None
-    if rule is _Rule.CUT and not graded_cut:
+    if rule is Rule.CUT and not graded_cut:
         return 0.0
     if verdict is None:
         return None

@@ -1,8 +1,6 @@
-"""The nouns of scoring: :class:`Outcome`, :class:`Cause`, :class:`EndReason`, :class:`Verdict`.
+"""The nouns of scoring: :class:`Outcome` and :class:`Verdict`; the closed lists that they use are in ``causes``.
 
-1 comes only from the task's tests. 0 comes only from the tests or from a listed policy cause. All else is
-``None``: the episode leaves the batch, its group's baseline and every denominator. The table that maps
-(end reason, verdict) to a reward is in :mod:`termrl.verifier.outcomes`.
+What maps (end reason, verdict) to a reward is :func:`termrl.verifier.outcomes.reward_of`.
 """
 
 from __future__ import annotations
@@ -12,6 +10,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from termrl.verifier.causes import INFRASTRUCTURE_CAUSES, POLICY_CAUSES, Cause, EndReason
+
+__all__ = [
+    "HARNESS",
+    "INFRASTRUCTURE_CAUSES",
+    "POLICY_CAUSES",
+    "Attribution",
+    "Cause",
+    "CleanRoom",
+    "EndReason",
+    "Finding",
+    "Outcome",
+    "Verdict",
+]
+
 
 class Outcome(StrEnum):
     """What the tests said."""
@@ -20,46 +33,6 @@ class Outcome(StrEnum):
     FAILED = "failed"
     NO_VERDICT = "no_verdict"
 
-
-class EndReason(StrEnum):
-    """Why an episode stopped (closed list)."""
-
-    TASK_COMPLETE = "task_complete"
-    NO_COMMAND = "no_command"
-    MAX_TURNS = "max_turns"
-    LENGTH = "length"
-    CONTEXT = "context"
-    TIMEOUT = "timeout"
-    POLICY_ERROR = "policy_error"
-    ENVIRONMENT_ERROR = "environment_error"
-    ABORTED = "aborted"
-
-
-class Cause(StrEnum):
-    """Why a verdict is what it is (closed list). Those in :data:`POLICY_CAUSES` give 0, all others ``None``."""
-
-    # infrastructure: no verdict
-    SANDBOX_START = "sandbox_start"
-    SANDBOX_LOST = "sandbox_lost"
-    ENVIRONMENT_LOST = "environment_lost"
-    CAPACITY = "capacity"
-    ENGINE_ERROR = "engine_error"
-    IMAGE_UNAVAILABLE = "image_unavailable"
-    BOOTSTRAP_FAILED = "bootstrap_failed"
-    VERIFIER_CRASH = "verifier_crash"
-    VERIFIER_TIMEOUT = "verifier_timeout"
-    BAD_REWARD = "bad_reward"
-    CANCELLED = "cancelled"
-    # policy: zero
-    TESTS_FAILED = "tests_failed"
-    BROKE_VERIFIER = "broke_verifier"
-    WALL_CAP = "wall_cap"
-    VERIFIER_TIMEOUT_BY_POLICY = "verifier_timeout_by_policy"
-
-
-POLICY_CAUSES = frozenset({Cause.TESTS_FAILED, Cause.BROKE_VERIFIER, Cause.WALL_CAP, Cause.VERIFIER_TIMEOUT_BY_POLICY})
-
-INFRASTRUCTURE_CAUSES = frozenset(Cause) - POLICY_CAUSES
 
 HARNESS = "tests/test.sh"
 
@@ -95,6 +68,20 @@ class Attribution(BaseModel):
     seconds: float = 0.0
 
 
+class CleanRoom(BaseModel):
+    """What the tests said of the policy's workdir in an untouched sandbox.
+
+    Attributes:
+        signals: the names that asked for it; ``seconds``: the time it took, sandbox included.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    signals: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 class Verdict(BaseModel):
     """What the task's tests said about one sandbox, with the cause and the evidence.
 
@@ -107,9 +94,10 @@ class Verdict(BaseModel):
         detail: one line for a person, such as why a reward file was refused.
         duration_s: seconds from the first verify action to the verdict.
         attempts: how many times tests were run to come to this verdict.
-        signals: tamper signals (name → evidence).
+        signals: tamper signals (name → evidence; the names are those of :class:`termrl.verifier.signals.Signal`).
         integrity: ``sealed`` if tests were absent while the agent acted, ``exposed`` if it could read them.
         attribution: how a missing verdict was looked into, and the cost; ``None`` when the first run gave one.
+        clean_room: how a pass with signals was re-checked; ``None`` where it was not.
 
     Raises:
         ValueError: an outcome with a cause or raw reward that contradicts it (so that a zero for an
@@ -130,6 +118,7 @@ class Verdict(BaseModel):
     integrity: Literal["sealed", "exposed"] = "sealed"
     harness: str = HARNESS
     attribution: Attribution | None = None
+    clean_room: CleanRoom | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Verdict:

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from termrl.errors import CommandError, SandboxError
 from termrl.sandboxes.base import ExecResult, Sandbox
-from termrl.tasks.env import resolve_env
 from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
-from termrl.verifier.bootstrap import bootstrap_failure, downloads_in
+from termrl.verifier.bootstrap import bootstrap_failure, downloads_in, mentions
 from termrl.verifier.reward import MAX_REWARD_BYTES, parse_reward_json, parse_reward_txt
+from termrl.verifier.signals import Signal
+from termrl.verifier.surroundings import LOGS, verifier_environment
+from termrl.verifier.tamper import (
+    Baseline,
+    Changes,
+    look_at_files,
+    look_at_processes,
+    remove_test_config,
+    restore_downloads,
+)
 from termrl.verifier.verdict import Cause, Verdict
 
-LOGS = "/logs/verifier"
 TEST_SCRIPT = "/tests/test.sh"
 TEST_OUTPUT = f"{LOGS}/test-stdout.txt"
 REWARD_FILES = {f"{LOGS}/reward.json": parse_reward_json, f"{LOGS}/reward.txt": parse_reward_txt}
@@ -35,17 +42,17 @@ _HANG_GRACE_S = 5.0
 _CLEANUP_S = 5.0
 
 # $BASH is the shell that runs this, as the sandbox started it: no PATH look-up is involved. Where the policy has
-# spoilt /tmp, the home goes into the folder that was just made for the verifier.
+# spoilt /tmp, the home goes into the folder that was just made for the verifier. curl looks for its settings in the
+# account's own home too, unless it finds some before.
 _DRIVER = f"""\
 mkdir -m 700 -- "$HOME" 2>/dev/null || {{ HOME={LOGS}/.home && mkdir -m 700 -- "$HOME"; }} || exit
+: >"$HOME/.curlrc"
 "$BASH" {TEST_SCRIPT} >{TEST_OUTPUT} 2>&1 </dev/null
 code=$?
 tail -c {_TAIL_BYTES} -- {TEST_OUTPUT}
 rm -rf -- "$HOME"
 exit $code
 """
-
-_UNTRUSTED_ROOTS = ("/root", "/home", "/tmp", "/var/tmp", "/dev", "/run", "/proc")
 
 
 @dataclass
@@ -67,12 +74,14 @@ class _Evidence:
             "exit_code": self.exit_code,
             "output_tail": self.output[-_TAIL_BYTES:],
             "duration_s": self.elapsed,
-            "signals": dict(self.signals),
+            "signals": {str(name): value for name, value in self.signals.items()},
             "integrity": "exposed" if self.exposed else "sealed",
         }
 
 
-async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None) -> Verdict:
+async def verify(
+    sandbox: Sandbox, task: Task, *, timeout_s: float | None = None, baseline: Baseline | None = None
+) -> Verdict:
     """Run the task's tests in ``sandbox`` and read the reward they wrote.
 
     Every process that the policy left is stopped and killed first, unless the task says
@@ -86,6 +95,9 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
     Args:
         timeout_s: budget in seconds for upload, tests and download together; the task's own when ``None``.
             A timeout is no verdict, even if a reward was written.
+        baseline: how the sandbox was handed over to the policy. With it, what changed since then is looked at:
+            it goes into the verdict's signals, folders of PATH that changed come last, new pytest configuration
+            above the tests is removed, and where the tests download, the files that say from where are put back.
 
     Returns:
         passed or failed with the raw reward, or no verdict with one of the causes sandbox_lost,
@@ -95,11 +107,11 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
         TaskError: ``[verifier] env`` names a host variable that is not set.
     """
     budget = task.verifier_timeout_s if timeout_s is None else timeout_s
-    env = _environment(sandbox, task)
+    env = verifier_environment(sandbox.spec, task)
     evidence = _Evidence(started=time.monotonic())
     try:
         async with asyncio.timeout(budget + _HANG_GRACE_S):
-            verdict = await _run_tests(sandbox, task, env, budget, evidence)
+            verdict = await _run_tests(sandbox, task, env, budget, evidence, baseline)
     except TimeoutError:
         verdict = _timed_out(budget, evidence)
     except SandboxError as error:
@@ -109,15 +121,31 @@ async def verify(sandbox: Sandbox, task: Task, *, timeout_s: float | None = None
     return verdict
 
 
-async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: float, evidence: _Evidence) -> Verdict:
+async def _run_tests(
+    sandbox: Sandbox,
+    task: Task,
+    env: dict[str, str],
+    budget: float,
+    evidence: _Evidence,
+    baseline: Baseline | None,
+) -> Verdict:
     keep_services = task.metadata.get(KEEP_SERVICES) is True
     try:
+        if baseline is not None:
+            evidence.signals |= await look_at_processes(sandbox)
         if not keep_services:
             await sandbox.kill_all()
+        else:
+            evidence.signals.pop(Signal.KILLED, None)
         planted = await _reward_files_present(sandbox)
         if planted:
-            evidence.signals["planted_reward"] = planted
+            evidence.signals[Signal.PLANTED_REWARD] = planted
         await _disarm_preload(sandbox, evidence)
+        if baseline is not None:
+            changes = await look_at_files(sandbox, baseline)
+            evidence.signals |= changes.signals
+            env = verifier_environment(sandbox.spec, task, changes)
+            await _undo(sandbox, baseline, changes)
         await sandbox.open_verify_window(task.tests, exclude=excluded_paths(task.tests))
         if await _reward_files_present(sandbox):
             return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
@@ -130,6 +158,7 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
             output_limit=2 * _TAIL_BYTES,
         )
         if result.background and not keep_services:
+            evidence.signals[Signal.LEFT_BY_TESTS] = result.background
             await sandbox.kill_all()
     except (CommandError, OSError) as error:
         if isinstance(error, TimeoutError):
@@ -137,7 +166,7 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
         return _missing(Cause.VERIFIER_CRASH, f"the tests could not be run: {error}", evidence)
     evidence.exit_code, evidence.output = result.exit_code, result.output
     if result.background and keep_services:
-        evidence.signals["kept_services"] = result.background
+        evidence.signals[Signal.KEPT_SERVICES] = result.background
         evidence.exposed = True
     if result.timed_out:
         evidence.output = await _partial_output(sandbox)
@@ -145,6 +174,11 @@ async def _run_tests(sandbox: Sandbox, task: Task, env: dict[str, str], budget: 
     verdict = await _read_reward(sandbox, task, result, evidence)
     # The download is part of the budget: a reward that came too late is no verdict.
     return _timed_out(budget, evidence) if evidence.elapsed > budget else verdict
+
+
+async def _undo(sandbox: Sandbox, baseline: Baseline, changes: Changes) -> None:
+    await remove_test_config(sandbox, changes)
+    await restore_downloads(sandbox, baseline)
 
 
 async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidence: _Evidence) -> Verdict:
@@ -160,46 +194,16 @@ async def _read_reward(sandbox: Sandbox, task: Task, result: ExecResult, evidenc
     if rewards:
         if len(set(rewards)) > 1:
             # Programs of the policy that the tests run can write there as well.
-            evidence.signals["rewards_disagree"] = rewards
+            if mentions(task.tests, b"reward.txt") and not mentions(task.tests, b"reward.json"):
+                evidence.signals[Signal.FOREIGN_REWARD] = rewards.pop(0)
+            else:
+                evidence.signals[Signal.REWARDS_DISAGREE] = rewards
         return Verdict.scored(rewards[0], **evidence.fields())
     line = bootstrap_failure(result.output)
     if line is not None and (task.tests_use_network or downloads_in(task.tests)):
         return _missing(Cause.BOOTSTRAP_FAILED, line, evidence)
     detail = f"the tests wrote no reward (exit status {result.exit_code}{', out of memory' if result.oom else ''})"
     return _missing(Cause.VERIFIER_CRASH, detail, evidence)
-
-
-def verifier_variables(task: Task) -> dict[str, str]:
-    """``[verifier] env`` filled from the host.
-
-    Raises:
-        TaskError: it names a host variable that is not set.
-    """
-    return resolve_env(task.verifier_env, f"{task.path}/task.toml: verifier.env")
-
-
-def _environment(sandbox: Sandbox, task: Task) -> dict[str, str]:
-    """Over the backend's fixed base: the image's and the task's variables, the verifier's, and a fresh ``HOME``."""
-    env = dict(sandbox.spec.env)
-    if "PATH" in env:
-        env["PATH"] = trusted_path(env["PATH"], sandbox.spec.workdir)
-    env.update(verifier_variables(task))
-    env["HOME"] = f"/tmp/termrl-verifier-{secrets.token_hex(8)}"
-    return env
-
-
-def trusted_path(path: str, workdir: str) -> str:
-    """``path`` with the folders that any user writes to (homes, temp folders, ``workdir``) moved to its end.
-
-    Relative and empty elements, which mean the current directory, are dropped. Order is kept otherwise.
-    """
-    roots = (*_UNTRUSTED_ROOTS, workdir.rstrip("/") or "/")
-
-    def is_trusted(folder: str) -> bool:
-        return not any(folder == root or folder.startswith(root.rstrip("/") + "/") for root in roots if root != "/")
-
-    folders = [folder for folder in path.split(":") if folder.startswith("/")]
-    return ":".join([*filter(is_trusted, folders), *(folder for folder in folders if not is_trusted(folder))])
 
 
 def _missing(cause: Cause, detail: str, evidence: _Evidence) -> Verdict:
@@ -235,7 +239,7 @@ async def _disarm_preload(sandbox: Sandbox, evidence: _Evidence) -> None:
         return
     except (CommandError, ValueError, OSError):
         pass
-    evidence.signals["ld_so_preload"] = True
+    evidence.signals[Signal.LD_SO_PRELOAD] = True
     with contextlib.suppress(CommandError, ValueError, OSError):
         await sandbox.put_bytes(b"", _PRELOAD)
 

@@ -78,17 +78,16 @@ def kill_everything() -> None:
         pass
 
 
-def census() -> tuple[int, int, dict[int | None, list[int]]]:
-    """(threads, resident bytes, live processes by command) of the whole sandbox."""
-    threads = memory = 0
+def census() -> tuple[int, dict[int | None, list[int]]]:
+    """(threads, live processes by command) of the whole sandbox."""
+    threads = 0
     by_tag: dict[int | None, list[int]] = {}
     for pid in everyone():
         found = stat_of(pid)
         if found is not None:
             threads += found[1]
-            memory += found[2]
             by_tag.setdefault(tag_of(pid), []).append(pid)
-    return threads, memory, by_tag
+    return threads, by_tag
 
 
 def _signal_all(pids: list[int], number: int) -> None:

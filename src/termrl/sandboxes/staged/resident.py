@@ -8,21 +8,20 @@ Packets are fields joined by NUL. In: ``verb id fields…``. Out: ``ok id``, ``e
 (parts of a result, in order) and ``done id exit_code timed_out total head_bytes duration background oom``.
 """
 
-# ruff: noqa: SIM105
 # Paths are bytes here, and pathlib or contextlib would double the time that a sandbox takes to start.
 
 import _signal  # pyright: ignore[reportMissingImports]
 import _socket
 import errno
 import os
-import resource
 import select
 import sys
 import time
 
 from termrl.sandboxes import archive
 from termrl.sandboxes.output import BoundedOutput
-from termrl.sandboxes.staged import files, processes
+from termrl.sandboxes.staged import files, memory, processes
+from termrl.sandboxes.staged.bounds import Bounds, Victims, cull, stop_and_kill_everyone
 from termrl.sandboxes.staged.launcher import reap, receive, wake_on_child
 
 _CONTROL = 3
@@ -33,6 +32,7 @@ _LINGER_S = 0.05
 _PART = 48 * 1024
 _READ = 1 << 16
 _GIVE_UP_S = 2.0
+_DYING_S = 0.5
 # A command of more than one argument's worth of bytes comes by descriptor; bash reads it whole, then runs it.
 _FROM_FD = 'eval "$(</proc/self/fd/9)" 9<&-'
 
@@ -71,11 +71,8 @@ class Resident:
         self.resting: list[tuple[float, int]] = []
         self.background = 0
         self.next_watch = 0.0
-        self.pids = 0
-        self.memory = 0
-        self.inodes = 0
-        self.last_inodes = 0
-        self.limits: list[tuple[int, int]] = []
+        self.bounds = Bounds([b"0"] * 4 + [b""])
+        self.victims: Victims | None = None
 
     def serve(self) -> None:
         """Run until the provider is gone."""
@@ -117,12 +114,14 @@ class Resident:
                 os.close(fd)
 
     def do_setup(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
-        """Make the folders, unpack /etc and the task's files, take the limits. Fields: workdir, limits."""
-        workdir, pids, memory, inodes, rlimits = fields
-        self.pids, self.memory, self.inodes = int(pids), int(memory), int(inodes)
-        for item in rlimits.split():
-            name, value = item.split(b"=")
-            self.limits.append((int(name), int(value)))
+        """Make the folders, unpack /etc and the task's files, take the limits.
+
+        Fields: workdir, whether the last descriptor is for :class:`Victims`, bounds.
+        """
+        workdir, victims, *limits = fields
+        self.bounds = Bounds(limits)
+        if victims == b"1":
+            self.victims = Victims(fds.pop())
         files.furnish(workdir)
         archive.unpack(fds[0], b"/etc")
         if len(fds) > 1:
@@ -167,12 +166,7 @@ class Resident:
     def do_killall(self, _ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
         """Kill every process of every command; answers how many there were."""
         living = processes.alive()
-        count = len(living)
-        for pid in living:
-            try:
-                os.kill(pid, _signal.SIGSTOP)
-            except ProcessLookupError:
-                pass
+        stop_and_kill_everyone(living)
         give_up = time.monotonic() + _GIVE_UP_S
         while processes.alive() and time.monotonic() < give_up:
             processes.kill_everything()
@@ -181,7 +175,8 @@ class Resident:
         self.background = len(processes.alive())
         if self.background:
             raise files.Refused(b"os", f"{self.background} processes cannot be killed".encode())
-        return [str(count).encode()]
+        memory.give_back_segments(0)
+        return [str(len(living)).encode()]
 
     def do_put(self, _ident: int, fields: list[bytes], fds: list[int]) -> list[bytes]:
         """Unpack a stream of files. Fields: target."""
@@ -213,12 +208,18 @@ class Resident:
     def _fork(self) -> int:
         for _ in range(3):
             try:
-                return os.fork()
+                return self._fork_once()
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.ENOMEM):
                     raise
                 self._purge()
-        return os.fork()
+        return self._fork_once()
+
+    def _fork_once(self) -> int:
+        if self.victims is None:
+            return os.fork()
+        with self.victims:
+            return os.fork()
 
     def _become(
         self,
@@ -241,8 +242,7 @@ class Resident:
             os.dup2(output, 2)
             if fds:
                 os.dup2(fds[0], 9)
-            for name, value in self.limits:
-                resource.setrlimit(name, (value, value))
+            self.bounds.take()
             processes.wear_tag(ident)
             os.execve(_SHELL, argv, environment)
         except BaseException as error:
@@ -285,12 +285,18 @@ class Resident:
             os.close(command.pipe)
         else:
             self.lingering.add(command.pipe)
+        if command.timed_out:
+            # What was killed a moment ago may still be on its way out.
+            give_up = time.monotonic() + _DYING_S
+            while processes.alive(command.ident) and time.monotonic() < give_up:
+                time.sleep(0.001)
         running = {other.ident for other in self.commands.values()}
         left = [pid for pid in processes.everyone() if processes.tag_of(pid) not in running]
         self.background = sum(processes.stat_of(pid) is not None for pid in left)
-        if self.background * 10 >= self.pids * 9:
+        if self.bounds.crowded(self.background):
             self._purge()
             self.background = len(processes.alive())
+        self.bounds.give_back()
         head, tail = command.output.parts()
         self._send_parts(command.ident, head + tail)
         code = b"" if command.timed_out else str(command.status).encode()
@@ -342,44 +348,22 @@ class Resident:
             os.close(fd)
 
     def _watch(self) -> None:
-        """Hold what no other limit holds: files, and without cgroups memory."""
-        used = files.inodes()
-        if used > self.inodes and used > self.last_inodes:
-            self._cull(processes.census()[2])
-        self.last_inodes = used
+        """Hold what no limit of the kernel holds."""
         if self.background and not self.commands:
             self.background = len(processes.alive())
-        if self.memory:
-            _, memory, by_tag = processes.census()
-            if memory > self.memory:
-                self._cull(by_tag, by_memory=True)
-
-    def _purge(self) -> None:
-        """Make room in the process table: kill the command that holds most of it."""
-        self._cull(processes.census()[2])
-        self._children()
-
-    def _make_room(self) -> None:
-        if self.background and processes.census()[0] * 10 >= self.pids * 9:
-            self._purge()
-
-    def _cull(self, by_tag: dict[int | None, list[int]], *, by_memory: bool = False) -> None:
-        """Kill the command that holds most processes, or most memory (then it counts as out of memory)."""
-
-        def weight(pids: list[int]) -> int:
-            found = [status for pid in pids if (status := processes.stat_of(pid)) is not None]
-            return sum(memory if by_memory else threads for _, threads, memory in found)
-
-        if not by_tag:
-            return
-        tag = max(by_tag, key=lambda each: weight(by_tag[each]))
-        if tag is None:
-            processes.kill_everything()
-        else:
-            processes.kill_tree(tag)
+        tag, by_memory = self.bounds.watch()
         command = self.commands.get(tag) if tag is not None else None
         if by_memory and command is not None:
             command.oom = True
+
+    def _purge(self) -> None:
+        """Make room in the process table."""
+        cull()
+        self._children()
+
+    def _make_room(self) -> None:
+        if self.background and self.bounds.crowded(processes.census()[0]):
+            self._purge()
 
     # -- sending -------------------------------------------------------------------------------------------------
 

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class File:
-    """A text file. ``text`` has no trailing newline: one is written, and the test accepts it with or without."""
+    """A text file. ``text`` has no trailing newline: one is written, and the test accepts it with or without.
+
+    ``mode`` are exact permission bits; where it is ``None`` the test only asks whether the file can be run.
+    """
 
     text: str = ""
     runs: bool = False
+    mode: int | None = None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory. Those that hold something need no entry of their own."""
+    """A directory. Those that hold something need no entry of their own, unless the test asks for a ``mode``."""
+
+    mode: int | None = None
 
 
-Tree = Mapping[str, File | Folder]
+@dataclass(frozen=True)
+class Gzip:
+    """A text file compressed with gzip, judged by what it decompresses to. Not empty."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A ``.tar.gz`` of text files (path → text, none empty), judged by the names and texts in it."""
+
+    texts: Mapping[str, str]
+
+
+Entry = File | Folder | Gzip | Archive
+Tree = Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,11 @@ class Draw:
         """``n`` different words that this instance does not have yet."""
         return [self.word() for _ in range(n)]
 
+    def shuffled(self, items: Sequence[T]) -> list[T]:
+        """The items in a drawn order."""
+        left = list(items)
+        return [left.pop(self.below(len(left))) for _ in items]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -71,7 +99,7 @@ class Family:
 
     Attributes:
         name: as it stands in reports and ids.
-        level: 1 near the reach of a 135M model, 2 beyond it.
+        level: 1 near the reach of a 135M model; 2 longer commands; 3 repairs, several files, permissions.
         build: makes one instance.
         look_first: the solution needs the output of its first command.
         extras: the test tolerates entries that nobody asked for.
@@ -84,63 +112,25 @@ class Family:
     extras: bool = False
 
 
-_CHECKS = """\
-#!/bin/bash
-# Reward 1 if the working directory holds the tree listed at the end{only}, else 0 and the first difference.
-shopt -s globstar dotglob nullglob
-declare -A listed
-
-finish() {{
-  [ -z "$2" ] || echo "FAIL: $2"
-  echo "$1" > /logs/verifier/reward.txt
-  exit 0
-}}
-
-folder() {{
-  listed[$1]=1
-  [ -d "$1" ] && [ ! -L "$1" ] || finish 0 "$1 is not there as a directory"
-}}
-
-file() {{
-  listed[$1]=1
-  [ -f "$1" ] && [ ! -L "$1" ] || finish 0 "$1 is not there as a file"
-  if [ -x "$1" ]; then runs=runs; else runs=plain; fi
-  [ "$runs" = "$2" ] || finish 0 "$1 has the wrong run permission ($runs)"
-  [ -n "$3" ] || [ ! -s "$1" ] || finish 0 "$1 is not empty"
-  [ "$(< "$1")" = "$3" ] || finish 0 "$1 does not hold the right text"
-}}
-
-absent() {{
-  [ ! -e "$1" ] && [ ! -L "$1" ] || finish 0 "$1 is still there"
-}}
-
-nothing_else() {{
-  for path in **; do
-    [ -n "${{listed[$path]}}" ] || finish 0 "$path should not be there"
-  done
-}}
-
-cd /app || finish 0 "the working directory is gone"
-"""
+def bystander(draw: Draw) -> dict[str, Entry]:
+    """A file that has nothing to do with the task and must stay as it is."""
+    name, text = draw.words(2)
+    return {f"{name}.txt": File(text)}
 
 
-def render_test(instance: Instance, *, extras: bool) -> str:
-    """The text of tests/test.sh: builtins of bash only, so that it costs one process."""
-    gone = [path for path in expanded(instance.before) if path not in expanded(instance.after)]
-    lines = [_CHECKS.format(only="" if extras else " and nothing else")]
-    lines += [f"absent {shlex.quote(path)}\n" for path in gone]
-    for path, entry in expanded(instance.after).items():
-        if isinstance(entry, Folder):
-            lines.append(f"folder {shlex.quote(path)}\n")
-        else:
-            lines.append(f"file {shlex.quote(path)} {'runs' if entry.runs else 'plain'} {shlex.quote(entry.text)}\n")
-    lines += [] if extras else ["nothing_else\n"]
-    return "".join([*lines, "finish 1\n"])
+def lines_of(draw: Draw, count: int) -> str:
+    """``count`` words, one a line."""
+    return "\n".join(draw.words(count))
 
 
-def expanded(tree: Tree) -> dict[str, File | Folder]:
+def without(tree: Tree, *gone: str) -> Tree:
+    """The tree less some of its paths."""
+    return {path: entry for path, entry in tree.items() if path not in gone}
+
+
+def expanded(tree: Tree) -> dict[str, Entry]:
     """The tree with an entry for every parent folder, sorted by path."""
-    full: dict[str, File | Folder] = dict(tree)
+    full: dict[str, Entry] = dict(tree)
     for path in tree:
         for parent in PurePosixPath(path).parents:
             if str(parent) != ".":

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from termrl.errors import TaskError
-from termrl.tasks.generate.families import FAMILIES
-from termrl.tasks.generate.family import Draw, Family, File, Instance, Tree, expanded, render_test
+from termrl.tasks.generate.archives import gzip_bytes, tar_gz_bytes
+from termrl.tasks.generate.checks import render_test
+from termrl.tasks.generate.families import FAMILIES, LEVELS
+from termrl.tasks.generate.family import Archive, Draw, Family, Folder, Gzip, Instance, Tree, expanded
 from termrl.tasks.generate.words import Split, words_of
 
 SUITE = "first-steps"
@@ -55,6 +57,7 @@ def generate(
     *,
     split: Split = "train",
     families: Sequence[str] | None = None,
+    levels: Sequence[int] | None = None,
     per_family: int = 8,
     seed: int = 0,
 ) -> list[Path]:
@@ -66,7 +69,8 @@ def generate(
     Args:
         into: a folder that is empty or not there yet; it appears at once, when all is written.
         split: whose words are used.
-        families: names of :data:`FAMILIES`; all of level 1 when ``None``.
+        families: names of :data:`FAMILIES`; all of ``levels`` when ``None``.
+        levels: only families of these levels; when ``None``, any level of the named families, else level 1.
         per_family: how many of each, at least 1.
         seed: which instances.
 
@@ -74,10 +78,10 @@ def generate(
         The task folders, family by family.
 
     Raises:
-        TaskError: unknown family or split, a bad number, a folder that holds something already, or more
+        TaskError: unknown family, level or split, a bad number, a folder that holds something already, or more
             instances than the words give.
     """
-    chosen = _chosen(families)
+    chosen = choose_families(families, levels)
     if split not in ("train", "eval"):
         raise TaskError(f"split: {split!r} is not one of train, eval")
     if per_family < 1:
@@ -124,17 +128,33 @@ def instances(family: Family, split: Split, count: int, seed: int) -> Iterator[I
             yield instance
 
 
-def _chosen(families: Sequence[str] | None) -> list[Family]:
-    if families is None:
-        return [family for family in FAMILIES.values() if family.level == 1]
-    unknown = [name for name in families if name not in FAMILIES]
+def choose_families(families: Sequence[str] | None = None, levels: Sequence[int] | None = None) -> list[Family]:
+    """The families of these names (all when ``None``) that are of these levels.
+
+    ``levels`` is a filter; when it is ``None`` named families may be of any level, and without names it is level 1.
+
+    Raises:
+        TaskError: an unknown name or level, or nothing is left.
+    """
+    unknown_levels = [level for level in levels or () if level not in LEVELS]
+    if unknown_levels:
+        there = ", ".join(map(str, LEVELS))
+        raise TaskError(f"levels: there is no level {', '.join(map(str, unknown_levels))}", hint=f"there are: {there}")
+    unknown = [name for name in families or () if name not in FAMILIES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], list(FAMILIES), n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FAMILIES)}"
         raise TaskError(f"families: no family named {', '.join(map(repr, unknown))}", hint=hint)
-    if not families:
+    if families is not None and not families:
         raise TaskError("families: none named")
-    return [FAMILIES[name] for name in dict.fromkeys(families)]
+    if levels is not None and not levels:
+        raise TaskError("levels: none named")
+    names = FAMILIES if families is None else dict.fromkeys(families)
+    wanted = levels if levels is not None else (LEVELS if families is not None else LEVELS[:1])
+    chosen = [FAMILIES[name] for name in names if FAMILIES[name].level in wanted]
+    if not chosen:
+        raise TaskError(f"levels: none of the named families is of level {', '.join(map(str, wanted))}")
+    return chosen
 
 
 def _write_task(folder: Path, family: Family, split: Split, instance: Instance) -> None:
@@ -150,22 +170,28 @@ def _write_task(folder: Path, family: Family, split: Split, instance: Instance) 
     solution = "".join(f"{line}\n" for line in ("#!/bin/bash", "set -e", *instance.solution))
     _write(folder / "task.toml", settings)
     _write(folder / "instruction.md", f"{instance.instruction}\n")
-    _write(folder / "tests" / "test.sh", render_test(instance, extras=family.extras), runs=True)
-    _write(folder / "solution" / "solve.sh", solution, runs=True)
+    _write(folder / "tests" / "test.sh", render_test(instance, extras=family.extras), mode=0o755)
+    _write(folder / "solution" / "solve.sh", solution, mode=0o755)
     _write_tree(folder / "environment", instance.before)
 
 
 def _write_tree(folder: Path, tree: Tree) -> None:
     for path, entry in tree.items():
-        if not isinstance(entry, File):
+        if isinstance(entry, Folder):
             raise ValueError(f"{path}: an empty folder at the start of a task would be lost in archives")
-        _write(folder / path, f"{entry.text}\n" if entry.text else "", runs=entry.runs)
+        if isinstance(entry, Gzip):
+            _write(folder / path, gzip_bytes(f"{entry.text}\n".encode()))
+        elif isinstance(entry, Archive):
+            _write(folder / path, tar_gz_bytes(entry.texts))
+        else:
+            mode = entry.mode if entry.mode is not None else 0o755 if entry.runs else 0o644
+            _write(folder / path, f"{entry.text}\n" if entry.text else "", mode=mode)
 
 
-def _write(file: Path, text: str, *, runs: bool = False) -> None:
+def _write(file: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     for parent in reversed(file.parents):
         if not parent.exists():
             parent.mkdir()
             parent.chmod(0o755)
-    file.write_text(text, encoding="utf-8", newline="\n")
-    file.chmod(0o755 if runs else 0o644)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    file.chmod(mode)
