@@ -16,19 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
-from benchmarks._report import Figure, report
-from termrl.config import TrainConfig
-from termrl.runs.files import read_jsonl
-from termrl.runs.store import RunStore
-from termrl.sandboxes import SandboxProvider, open_provider
-from termrl.settings import load_settings, to_toml
-from termrl.training.events import Silent
-from termrl.training.local import prepare, train
-from tests.endtoend.faults import FaultyProvider, faulty
-from tests.endtoend.tiny import write_model, write_tasks
+from benchmarks._report import Figure, report  # noqa: E402
+from termrl.config import TrainConfig  # noqa: E402
+from termrl.runs.files import read_jsonl  # noqa: E402
+from termrl.runs.store import RunStore  # noqa: E402
+from termrl.sandboxes import SandboxProvider, open_provider  # noqa: E402
+from termrl.settings import load_settings, to_toml  # noqa: E402
+from termrl.training.events import Silent  # noqa: E402
+from termrl.training.local import prepare, train  # noqa: E402
+from tests.endtoend.faults import FaultyProvider, faulty  # noqa: E402
+from tests.endtoend.tiny import write_model, write_tasks  # noqa: E402
 
 _LAST_STEPS = 3
 _HELD_OUT = 32

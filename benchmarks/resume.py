@@ -17,12 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "src")]
 
-from benchmarks._report import Figure, report
-from tests.endtoend.outcome import differences, outcome
-from tests.endtoend.tiny import write_model, write_tasks
+from benchmarks._report import Figure, report  # noqa: E402
+from tests.endtoend.outcome import differences, outcome  # noqa: E402
+from tests.endtoend.tiny import write_model, write_tasks  # noqa: E402
 
 _SOURCE = Path(__file__).resolve().parent.parent / "src"
 _WHILE_STARTING = 0.15

@@ -167,8 +167,15 @@ class RolloutConfig(Section):
 
     groups: int = Field(default=8, ge=1, description="tasks per step")
     samples: int = Field(default=8, ge=2, description="episodes per task, which share a baseline")
+    refill: int = Field(
+        default=0,
+        ge=0,
+        description="further groups a step may play, of other tasks, in place of groups whose rewards are all equal",
+    )
     schedule: Literal["lockstep", "continuous"] = Field(
-        default="lockstep", description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit"
+        default="lockstep",
+        description="lockstep: turns are decoded in one ordered batch, so a run repeats bit for bit; continuous: turns "
+        "join the running batch as they come, nothing waits for a slow command",
     )
     concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
 

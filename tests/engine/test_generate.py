@@ -347,3 +347,34 @@ def nucleus(q: torch.Tensor) -> torch.Tensor:
     """The fewest most probable entries that reach 0.6."""
     ranked = q.sort(descending=True).values
     return ranked[: int((ranked.cumsum(-1) < 0.6).sum()) + 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_fused_matrix_can_be_renewed_alone(kind: str, folders: dict[str, Path]) -> None:
+    from safetensors.torch import load_file
+
+    engine = engine_of(folders[kind])
+    changed = make_model(kind)
+    with torch.no_grad():
+        for layer in changed.model.layers:
+            layer.self_attn.k_proj.weight.mul_(-0.5)
+            layer.mlp.up_proj.weight.mul_(1.5)
+    state = changed.state_dict()
+    parts = {name: w for name, w in state.items() if name.endswith(("k_proj.weight", "up_proj.weight"))}
+    engine.set_weights(parts, 1)
+    assert_exact(changed, a_batch(), engine.generate(a_batch()))
+    engine.set_weights(load_file(folders[kind] / "model.safetensors"), 2)
+    back, untouched = engine.generate(a_batch()), engine_of(folders[kind]).generate(a_batch())
+    assert [(r.token_ids, r.logprobs) for r in back] == [(r.token_ids, r.logprobs) for r in untouched]
+
+
+def test_memory_of_batches_is_given_back_with_the_last_session(folders: dict[str, Path]) -> None:
+    engine = engine_of(folders["llama"], threads=2)
+    requests = a_batch(12)
+    first = engine.generate(requests)
+    for r in requests[:-1]:
+        engine.release(r.session_id)
+    assert any(runner._space.k.numel() for runner in engine._runners)
+    engine.release(requests[-1].session_id)
+    assert not any(runner._space.k.numel() for runner in engine._runners)
+    assert_same(engine.generate(requests), first)

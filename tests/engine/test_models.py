@@ -14,6 +14,7 @@ from termrl.engine.bundled import ensure_model
 from termrl.engine.folder import model_sha256
 from termrl.engine.transformers import EmbeddedEngine
 from termrl.errors import ModelError
+from tests.engine.tiny import KINDS
 
 
 @pytest.fixture
@@ -104,3 +105,10 @@ def test_sharded_weights_load_and_have_an_identity_of_their_own(folders: dict[st
     (folder / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors: missing"):
         EmbeddedEngine(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_matrix_is_not_kept_twice(kind: str, folders: dict[str, Path]) -> None:
+    weights = EmbeddedEngine(folders[kind], threads=1)._weights
+    matrices = [m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert all((matrix._plain is None) == (matrix._packed is not None) for matrix in matrices)

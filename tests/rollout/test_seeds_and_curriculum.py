@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from termrl.rollout.curriculum import by_family, pick_tasks
+from termrl.rollout.curriculum import by_family, pick_refills, pick_tasks
 from termrl.rollout.seeds import derive_seed
 from termrl.sandboxes.base import SandboxSpec
 from termrl.tasks.task import Task
@@ -62,3 +62,18 @@ def test_a_step_picks_the_same_tasks_whatever_came_before(step: int) -> None:
     first = [t.id for t in pick_tasks(FAMILIES, step=step, count=5, seed=7)]
     assert first == [t.id for t in pick_tasks(FAMILIES, step=step, count=5, seed=7)]
     assert first != [t.id for t in pick_tasks(FAMILIES, step=step, count=5, seed=8)]
+
+
+def test_refills_are_other_tasks_the_same_each_time() -> None:
+    used = [picked.id for picked in pick_tasks(FAMILIES, step=2, count=3, seed=0)]
+    refills = [pick_refills(FAMILIES, step=2, count=4, seed=0, used=used) for _ in range(2)]
+    assert refills[0] == refills[1]
+    names = [picked.id for picked in refills[0]]
+    assert len(set(names)) == len(names) == 4
+    assert not set(names) & set(used)
+    assert [picked.id for picked in pick_refills(FAMILIES, step=3, count=4, seed=0, used=used)] != names
+
+
+def test_there_are_no_refills_where_every_task_is_in_the_step() -> None:
+    every = [picked.id for tasks in FAMILIES.values() for picked in tasks]
+    assert pick_refills(FAMILIES, step=1, count=3, seed=0, used=every) == []

@@ -91,14 +91,18 @@ def make_samples(seed: int = 0, *, groups: int = 3, size: int = 4, opening: int 
 
 
 def reference_gradients(
-    model_dir: Path, adapter: Path, samples: Sequence[Sample], config: TrainingConfig, dtype: torch.dtype
+    model_dir: Path, adapter: Path | None, samples: Sequence[Sample], config: TrainingConfig, dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and LoRA gradients by plain transformers + peft over right-padded rows, one row a segment."""
+    """Loss and gradients by plain transformers + peft over right-padded rows, one row a segment.
+
+    Those of the adapter, or of all weights where there is none.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
-    model = PeftModel.from_pretrained(base, adapter, is_trainable=True).to(dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True).to(dtype)
     rows: list[tuple[Segment, Sample, float]] = []
     counts = [
         0 if config.mask_truncated and s.truncated else sum(sum(g.loss_mask[1:]) for g in s.segments) for s in samples

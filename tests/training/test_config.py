@@ -39,3 +39,19 @@ def test_every_key_is_documented() -> None:
 def test_settings_survive_being_saved() -> None:
     config = TrainingConfig(aggregation="constant", max_new_tokens=72, lora=LoraSettings(targets=("q_proj",)))
     assert TrainingConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"loss": "dapo"}, "loss"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"sequence_mask": [1.01, 1.1]}, "sequence_mask"),
+        ({"sequence_mask": [0.0, 1.1]}, "sequence_mask"),
+        ({"clip_low": 1.1}, "clip_low"),
+    ],
+)
+def test_bad_losses_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValidationError, match=word):
+        TrainingConfig.model_validate(settings)

@@ -357,9 +357,16 @@ def test_an_error_on_a_thread_is_raised(tiny: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("termrl.training.trainer.policy_loss", fail)
+    monkeypatch.setattr("termrl.training.objective.policy_loss", fail)
     trainer = make_trainer(tiny, micro_batch_tokens=20)
     torch.set_num_threads(2)
     with pytest.raises(RuntimeError, match="no such luck"):
         trainer.update(make_samples(0))
     assert trainer.step == 0
+
+
+def test_neither_the_model_file_nor_gradients_stay_in_memory(tiny: Path) -> None:
+    trainer = make_trainer(tiny)
+    trainer.update(make_samples(0))
+    assert str(tiny / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    assert all(parameter.grad is None for parameter in trainer._parameters)

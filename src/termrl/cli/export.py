@@ -29,7 +29,7 @@ def export(
         A folder that does not exist yet.
     merged
         Write whole weights (safetensors, tokenizer and config; transformers loads it) instead of the LoRA adapter
-        in peft's format, which belongs to exactly the base model of the run.
+        in peft's format, which belongs to exactly the base model of the run. After a full fine-tune, always so.
     which
         The newest checkpoint, or the one with the highest score: its evaluation's pass rate; where none is made
         during training, the mean reward of the rollouts that its weights sampled.
@@ -46,12 +46,15 @@ def export(
     checkpoint = checkpoints.best(run) if which == "best" else checkpoints.latest(run)
     if checkpoint is None:
         raise RunError(f"{run}: has no checkpoint yet", hint="a run has one after its first step")
-    adapter = checkpoint / "adapter"
-    if merged:
+    adapter, whole = checkpoint / "adapter", (checkpoint / "model").is_dir()
+    if whole:  # all weights were trained: there is no adapter, and nothing to merge
+        with checkpoints.atomic_folder(out) as folder:
+            shutil.copytree(checkpoint / "model", folder, dirs_exist_ok=True)
+    elif merged:
         config = load_settings(TrainConfig, files=[run / "config.toml"]).config
         checkpoints.export_merged(ensure_model(config.model.path), adapter, out)
     else:
         with checkpoints.atomic_folder(out) as folder:
             shutil.copytree(adapter, folder, dirs_exist_ok=True)
-    print(f"{out}: {'model' if merged else 'adapter'} of {checkpoint.name}", file=sys.stdout)
+    print(f"{out}: {'model' if merged or whole else 'adapter'} of {checkpoint.name}", file=sys.stdout)
     return 0

@@ -79,6 +79,11 @@ class KVCache:
         self._prefixes.clear()
 
     @property
+    def sessions(self) -> int:
+        """How many sessions are held."""
+        return len(self._sessions)
+
+    @property
     def tokens(self) -> int:
         """Tokens held, a prefix counted once however many sessions begin with it."""
         prefixes = {id(p): len(p) for p in self._prefixes.values()}

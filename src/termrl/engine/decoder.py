@@ -7,6 +7,7 @@ maxima and sums, which is exact (Milakov & Gimelshein 2018; the same identity as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,23 @@ class Workspace:
             self._k = self._v = torch.empty(0)  # free before allocating
             self._k, self._v = _lazy_zeros(size), _lazy_zeros(size)
         self.k, self.v = self._k[:size].view(shape), self._v[:size].view(shape)
+
+    def grow(self, rows: int, capacity: int, keep: int) -> None:
+        """Make room for at least ``rows`` rows of ``capacity`` tokens; the first ``keep`` rows stay as they are."""
+        c = self._config
+        has_rows, has_capacity = (self.k.shape[1], self.k.shape[3]) if self.k.numel() else (0, 0)
+        if rows <= has_rows and capacity <= has_capacity:
+            return
+        # doubled, so that a batch that grows row by row moves seldom; what is not written costs no memory
+        rows = has_rows if rows <= has_rows else max(rows, 2 * has_rows)
+        capacity = has_capacity if capacity <= has_capacity else max(capacity, 2 * has_capacity)
+        shape = (c.layers, rows, c.kv_heads, capacity, c.head_dim)
+        for name in ("k", "v"):
+            old, new = getattr(self, name), _lazy_zeros(math.prod(shape)).view(shape)
+            if keep:
+                new[:, :keep, :, :has_capacity] = old[:, :keep]
+            setattr(self, name, new)
+            setattr(self, f"_{name}", new.view(-1))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row over another's."""

@@ -52,6 +52,10 @@ class Runner:
         self._space = Workspace(decoder.config)
         self.stats = EngineStats()
 
+    def free(self) -> None:
+        """Let the workspace's memory go; the next batch makes it anew."""
+        self._space = Workspace(self._decoder.config)
+
     @torch.inference_mode()
     def run(self, rows: list[Row], max_tokens: int, cancelled: Cancelled | None) -> None:
         """Generate for all rows, in batches of at most ``max_tokens`` own tokens; fills each row's outcome."""
@@ -67,9 +71,40 @@ class Runner:
         self.stats.prefill_s += time.perf_counter() - begun
         return Prefix(token_ids, self._space.k[:, 0].clone(), self._space.v[:, 0].clone())
 
+    @torch.inference_mode()
+    def join(self, logits: Tensor, live: list[Row], rows: list[Row]) -> tuple[Tensor, list[Row]]:
+        """Compute the prompts of ``rows`` beside the rows that are being decoded.
+
+        Args:
+            logits: of the live rows' next tokens, ``[live, vocab]``, by their places.
+            live: the rows in decoding, by place; this runner holds their keys and values.
+            rows: the new ones.
+
+        Returns:
+            Logits and rows of both, by place, for :meth:`step`.
+        """
+        begun = time.perf_counter()
+        find_twins(rows)
+        self._space.grow(len(live) + len(rows), max(row.own + row.budget for row in [*live, *rows]), keep=len(live))
+        own = self._prefill(rows, base=len(live))
+        self.stats.prompt_tokens += sum(len(row.request.prompt_ids) for row in rows)
+        self.stats.prefill_s += time.perf_counter() - begun
+        return torch.cat((logits, own)) if live else own, [*live, *sorted(rows, key=lambda row: row.place)]
+
+    @torch.inference_mode()
+    def step(self, logits: Tensor, live: list[Row], cancelled: Cancelled | None) -> tuple[Tensor, list[Row]]:
+        """One token for each live row; those that end have a reason afterwards and are no longer among the rows."""
+        begun = time.perf_counter()
+        before = live
+        logits, live = self._advance(logits, live, cancelled)
+        self.stats.decode_s += time.perf_counter() - begun
+        self.stats.decoded_tokens += len(before) - sum(row.reason == "abort" for row in before)
+        return logits, live
+
     def _generate_batch(self, rows: list[Row], cancelled: Cancelled | None) -> None:
         begun = time.perf_counter()
         find_twins(rows)
+        self._space.shape(len(rows), max(row.own + row.budget for row in rows))
         logits = self._prefill(rows)
         prefilled = time.perf_counter()
         live = sorted(rows, key=lambda row: row.place)
@@ -81,14 +116,13 @@ class Runner:
         self.stats.decode_s += time.perf_counter() - prefilled
         self.stats.decoded_tokens += sum(len(row.token_ids) for row in rows)
 
-    def _prefill(self, rows: list[Row]) -> Tensor:
-        """Compute the prompts; returns the logits after each, ``[rows, vocab]``, by the rows' places."""
+    def _prefill(self, rows: list[Row], base: int = 0) -> Tensor:
+        """Compute the prompts into the workspace from place ``base`` on; the logits ``[rows, vocab]``, by place."""
         # rows of like length stand side by side, so that a pass pads little
         firsts = sorted((r for r in rows if r.twin is None), key=lambda r: (r.prefix is None, r.own - r.cached, r.own))
         placed = firsts + [r for r in rows if r.twin is not None]
         for place, row in enumerate(placed):
-            row.place = place
-        self._space.shape(len(rows), max(row.own + row.budget for row in rows))
+            row.place = base + place
         for row in firsts:
             if row.session is not None:
                 self._space.k[:, row.place, :, : row.cached] = row.session.k[:, :, : row.cached]
@@ -101,7 +135,7 @@ class Runner:
                 self._space.copy_row(row.twin.place, row.place, row.own)
         self.stats.reused_tokens += sum(len(r.request.prompt_ids) - (r.own - r.cached) for r in firsts)
         self.stats.reused_tokens += sum(len(r.request.prompt_ids) for r in rows if r.twin is not None)
-        return logits if len(firsts) == len(rows) else logits[torch.tensor(source)]
+        return logits if len(firsts) == len(rows) else logits[torch.tensor(source) - base]
 
     def _prefill_pass(self, rows: list[Row]) -> Tensor:
         new = [row.request.prompt_ids[row.before + row.cached :] for row in rows]

@@ -21,14 +21,15 @@ from termrl.capture.upstreams import FinishReason, GenerateRequest, GenerateResu
 from termrl.engine.cache import KVCache
 from termrl.engine.decoder import Decoder
 from termrl.engine.folder import check_folder
-from termrl.engine.planning import Row, common_length, cut_shards
+from termrl.engine.planning import Row, cut_shards
 from termrl.engine.runner import Cancelled, EngineStats, Runner
+from termrl.engine.running import RunningBatch
+from termrl.engine.sharing import find_shared
 from termrl.engine.weights import DecoderConfig, Weights
 from termrl.errors import PolicyError
 
 __all__ = ["EmbeddedEngine", "EngineStats"]
 
-_MIN_SHARED = 16  # tokens; a shorter common prefix is not worth a second attention part
 _MEMORY_SHARE = 0.15  # of the machine's memory, for cached tokens by default; a batch's own may take as much again
 
 
@@ -86,8 +87,11 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def release(self, session_id: str) -> None:
-        """Forget what is cached for a session. Idempotent."""
+        """Forget what is cached for a session; with the last one, give the batches' memory back. Idempotent."""
         self._cache.release(session_id)
+        if not self._cache.sessions:
+            for runner in self._runners:
+                runner.free()
 
     def generate(
         self,
@@ -109,13 +113,10 @@ class EmbeddedEngine:
         """
         rows: list[Row] = []
         for index in sorted(range(len(requests)), key=lambda i: requests[i].order):
-            row = self._row(requests[index], index)
-            if row.budget == 0:
-                row.reason = "context" if row.clamped else "length"
-            rows.append(row)
+            rows.append(self._row(requests[index], index))
         live = [row for row in rows if row.reason is None]
         with _intra_op(1):
-            self._find_shared(live)
+            find_shared(live, self._cache, self._runners[0])
             self._run(live, cancelled)
         for row in live:  # in row order, whatever thread ended first
             if row.kept is not None:
@@ -150,6 +151,18 @@ class EmbeddedEngine:
             self.stats.add(runner.stats)
             runner.stats = EngineStats()
 
+    def running_batch(self, cancelled: Cancelled | None = None) -> RunningBatch:
+        """An empty batch that requests may join at any time; while it has rows, nothing else may use the engine."""
+        return RunningBatch(
+            self._decoder,
+            self._cache,
+            self._row,
+            self.stats,
+            threads=self.threads,
+            max_tokens=self.max_kv_tokens,
+            cancelled=cancelled,
+        )
+
     def check(self, request: GenerateRequest) -> None:
         """Check one request.
 
@@ -178,32 +191,9 @@ class EmbeddedEngine:
             from termrl.engine.fence import FenceWatch
 
             row.watch = FenceWatch.of(self.model_dir)
+        if row.budget == 0:
+            row.reason = "context" if row.clamped else "length"
         return row
-
-    def _find_shared(self, rows: list[Row]) -> None:
-        """Give each row its session's cache, or else the prefix that all rows without one have in common."""
-        fresh: list[Row] = []
-        for row in rows:
-            ids = row.request.prompt_ids
-            session = self._cache.session(row.request.session_id)
-            common = min(common_length(session.token_ids, ids), len(ids) - 1) if session is not None else 0
-            prefix = session.prefix if session is not None else None
-            if session is None or common == 0 or (prefix is not None and common < len(prefix)):
-                fresh.append(row)
-            else:
-                row.session, row.prefix, row.cached = session, prefix, common - (len(prefix) if prefix else 0)
-        if len(fresh) == 1:
-            fresh[0].prefix = self._cache.longest_prefix(fresh[0].request.prompt_ids)
-        elif fresh:
-            shortest = min((row.request.prompt_ids for row in fresh), key=len)[:-1]
-            shared = shortest[: min(common_length(shortest, row.request.prompt_ids) for row in fresh)]
-            if len(shared) >= _MIN_SHARED:
-                prefix = self._cache.prefix(shared)
-                if prefix is None:
-                    prefix = self._runners[0].prefix(shared)
-                    self._cache.add_prefix(prefix)
-                for row in fresh:
-                    row.prefix = prefix
 
 
 @contextmanager

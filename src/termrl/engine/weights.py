@@ -106,20 +106,53 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 class Linear:
-    """``x @ weight.T + bias`` in fp32, packed for oneDNN where this torch has the operator."""
+    """``x @ weight.T + bias`` in fp32, packed for oneDNN where this torch has the operator.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
+    Once packed, the plain weight is let go (unless it is given as ``shared``, because something else reads it): one
+    copy of the model in memory, not two.
+    """
+
+    def __init__(self, rows: int, columns: int, bias: Tensor | None = None, *, shared: Tensor | None = None) -> None:
+        self.shape = (rows, columns)
         self.bias = bias
+        self._shared = shared is not None
+        self._plain = shared
         self._packed: Tensor | None = None
+        self._given: list[tuple[int, int]] = []
+
+    def fill(self, lo: int, hi: int, values: Tensor) -> None:
+        """Set rows ``lo:hi``. In force once all rows were set, or :meth:`pack` was called."""
+        if self._plain is None:
+            self._plain = torch.empty(self.shape)
+        self._plain[lo:hi].copy_(values)
+        self._given.append((lo, hi))
+        if sum(stop - start for start, stop in self._given) == self.shape[0]:
+            self.pack()
 
     def pack(self) -> None:
-        """Take up the present values of ``weight``."""
-        self._packed = _pack(self.weight)
+        """Take up the rows that were set; the others keep their values."""
+        if self._plain is None or not self._given:
+            return
+        if not self._shared and self._packed is not None:
+            self._keep_the_others(self._plain, self._packed)
+        self._given.clear()
+        self._packed = _pack(self._plain)
+        if self._packed is not None and not self._shared:
+            self._plain = None
+
+    def _keep_the_others(self, plain: Tensor, packed: Tensor) -> None:
+        """Bring the rows that were not set back from the packed layout."""
+        if sum(stop - start for start, stop in self._given) == self.shape[0]:
+            return
+        before = packed.to_dense()
+        for start, stop in self._given:
+            before[start:stop] = plain[start:stop]
+        plain.copy_(before)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is None:
-            return torch.nn.functional.linear(x, self.weight, self.bias)
+            assert self._plain is not None
+            return torch.nn.functional.linear(x, self._plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
@@ -146,16 +179,21 @@ class Layer:
 
 @dataclass
 class _Place:
-    """Where a named tensor lives: rows ``lo:hi`` of ``tensor``, and the matrix to pack anew when it changes."""
+    """Where a named tensor lives: rows ``lo:hi`` of a vector or table, or of a matrix."""
 
-    tensor: Tensor
-    linear: Linear | None = None
-    lo: int = 0
-    hi: int | None = None
+    home: Tensor | Linear
+    lo: int
+    hi: int
 
     @property
-    def view(self) -> Tensor:
-        return self.tensor[self.lo : self.hi]
+    def shape(self) -> tuple[int, ...]:
+        return (self.hi - self.lo, *tuple(self.home.shape)[1:])
+
+    def fill(self, values: Tensor) -> None:
+        if isinstance(self.home, Linear):
+            self.home.fill(self.lo, self.hi, values)
+        else:
+            self.home[self.lo : self.hi].copy_(values)
 
 
 @dataclass
@@ -202,18 +240,19 @@ class Weights:
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
         def vector(name: str, size: int) -> Tensor:
-            places[name] = _Place(torch.empty(size))
-            return places[name].tensor
+            made = torch.empty(size)
+            places[name] = _Place(made, 0, size)
+            return made
 
         def linear(parts: dict[str, int], columns: int) -> Linear:
             rows = sum(parts.values())
             biased = {name for name in parts if f"{name}.bias" in names}
-            made = Linear(torch.empty(rows, columns), torch.zeros(rows) if biased else None)
+            made = Linear(rows, columns, torch.zeros(rows) if biased else None)
             lo = 0
             for name, size in parts.items():
-                places[f"{name}.weight"] = _Place(made.weight, made, lo, lo + size)
+                places[f"{name}.weight"] = _Place(made, lo, lo + size)
                 if name in biased and made.bias is not None:
-                    places[f"{name}.bias"] = _Place(made.bias, None, lo, lo + size)
+                    places[f"{name}.bias"] = _Place(made.bias, lo, lo + size)
                 lo += size
             return made
 
@@ -236,8 +275,8 @@ class Weights:
             )
         embedding = torch.empty(c.vocab, c.hidden)
         norm = vector("model.norm.weight", c.hidden)
-        head = Linear(embedding) if c.tied else linear({"lm_head": c.vocab}, c.hidden)
-        places["model.embed_tokens.weight"] = _Place(embedding, head if c.tied else None)
+        head = Linear(c.vocab, c.hidden, shared=embedding) if c.tied else linear({"lm_head": c.vocab}, c.hidden)
+        places["model.embed_tokens.weight"] = _Place(head if c.tied else embedding, 0, c.vocab)
         return cls(c, embedding, norm, head, layers, places)
 
     def update(self, tensors: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]) -> None:
@@ -254,10 +293,10 @@ class Weights:
                 if name == "lm_head.weight" and self.config.tied:
                     continue
                 raise ModelError(f"tensor {name} is not part of a {self.config.model_type} model")
-            if place.view.shape != value.shape:
-                raise ModelError(f"tensor {name} has shape {tuple(value.shape)}, not {tuple(place.view.shape)}")
-            place.view.copy_(value.detach())
-            if place.linear is not None:
-                touched[id(place.linear)] = place.linear
+            if place.shape != tuple(value.shape):
+                raise ModelError(f"tensor {name} has shape {tuple(value.shape)}, not {place.shape}")
+            place.fill(value.detach())
+            if isinstance(place.home, Linear):
+                touched[id(place.home)] = place.home
         for linear in touched.values():
             linear.pack()

@@ -18,6 +18,8 @@ from termrl.rollout.groups import Group
 from termrl.rollout.seeds import derive_seed
 from termrl.tasks.task import Task
 
+_DRAWS = 4  # candidates for each refill; more only matters where nearly all tasks are in the step already
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -160,6 +162,29 @@ def pick_tasks(
         shuffled = random.Random(derive_seed(seed, "tasks", name, lap)).sample(range(len(tasks)), len(tasks))
         picked.append(tasks[shuffled[position]])
     return picked
+
+
+def pick_refills(
+    families: Mapping[str, list[Task]],
+    *,
+    step: int,
+    count: int,
+    seed: int,
+    used: Iterable[str],
+    stages: Sequence[Stage] | None = None,
+) -> list[Task]:
+    """At most ``count`` further tasks for training step ``step``, none of which is in ``used`` or comes twice.
+
+    Drawn like :func:`pick_tasks`, in an order of their own, so that they do not shift what later steps train on.
+    """
+    drawn = pick_tasks(families, step=step, count=_DRAWS * count, seed=derive_seed(seed, "refill"), stages=stages)
+    taken = set(used)
+    fresh: list[Task] = []
+    for task in drawn:
+        if task.id not in taken:
+            taken.add(task.id)
+            fresh.append(task)
+    return fresh[:count]
 
 
 def _order(stage: Stage, turn: int, seed: int) -> list[str]:

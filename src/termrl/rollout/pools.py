@@ -115,7 +115,7 @@ def tasks_per_family(config: TrainConfig) -> int:
     chosen = _trained_families(config)
     lowest = min(family.level for family in chosen)
     shared = [family for family in chosen if family.level == lowest] if config.tasks.curriculum.enabled else chosen
-    uses = -(-config.steps * config.rollout.groups // len(shared))
+    uses = -(-config.steps * (config.rollout.groups + config.rollout.refill) // len(shared))
     return config.tasks.per_family or max(1, uses)
 
 

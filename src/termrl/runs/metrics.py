@@ -69,8 +69,11 @@ class Timings:
     train_s: float
 
 
-def rollout_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """``rollout/*``: rewards over episodes with a verdict, counts over all of the step's episodes."""
+def rollout_metrics(groups: Sequence[Group], batch: Batch, *, refilled: int = 0) -> dict[str, float]:
+    """``rollout/*``: rewards over episodes with a verdict, counts over all of the step's episodes.
+
+    ``refilled``: how many of the groups were played in place of others.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     metrics: dict[str, float] = {"rollout/episodes": len(episodes)}
@@ -86,6 +89,7 @@ def rollout_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         metrics[f"rollout/end_reason/{reason}"] = count
     metrics |= verdict_metrics(episode.verdict for episode in episodes if episode.verdict is not None)
     metrics["rollout/zero_variance_groups"] = batch.dead["zero_variance"]
+    metrics["rollout/refilled_groups"] = refilled
     metrics["rollout/single_valid_groups"] = batch.dead["one_valid"] + batch.dead["none_valid"]
     metrics["rollout/tokens_captured"] = sum(sampled_tokens(episode) for episode in episodes)
     metrics["rollout/tokens_masked"] = sum(batch.masked.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,23 +150,47 @@ def export_merged(model_dir: Path, adapter: Path, out: Path) -> None:
 
 def _write_merged(model_dir: Path, info: AdapterInfo, updates: dict[str, Tensor], folder: Path) -> None:
     import torch
+
+    scaling = info.alpha / info.rank
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        layer = _PREFIX + name.removesuffix(".weight")
+        a, b = updates.pop(f"{layer}.lora_A.weight", None), updates.pop(f"{layer}.lora_B.weight", None)
+        if a is None or b is None:
+            return weight
+        return torch.addmm(weight, b.to(torch.float32), a.to(torch.float32), alpha=scaling)
+
+    _write_weights(model_dir, folder, merge)
+    if updates:
+        raise ModelError(f"the adapter trains layers that {model_dir} does not have: {sorted(updates)[0]}")
+    _copy_companions(model_dir, folder)
+
+
+def write_model(path: Path, model_dir: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write ``model_dir``'s model with ``weights`` (by transformers name) in place of its own, and its tokenizer."""
+    import torch
+
+    path.mkdir(parents=True, exist_ok=True)
+    _write_weights(model_dir, path, lambda name, weight: weights.get(name, weight).detach().to(torch.float32))
+    _copy_companions(model_dir, path)
+
+
+def _write_weights(model_dir: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Write one float32 safetensors file with what ``change`` makes of each of the model's tensors."""
+    import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    scaling = info.alpha / info.rank
-    merged: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
     for path in _weight_files(model_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                weight = file.get_tensor(name).to(torch.float32)
-                layer = _PREFIX + name.removesuffix(".weight")
-                a, b = updates.pop(f"{layer}.lora_A.weight", None), updates.pop(f"{layer}.lora_B.weight", None)
-                if a is not None and b is not None:
-                    weight = torch.addmm(weight, b.to(torch.float32), a.to(torch.float32), alpha=scaling)
-                merged[name] = weight.contiguous()
-    if updates:
-        raise ModelError(f"the adapter trains layers that {model_dir} does not have: {sorted(updates)[0]}")
-    save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
+                written[name] = change(name, file.get_tensor(name).to(torch.float32)).contiguous()
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _copy_companions(model_dir: Path, folder: Path) -> None:
+    """Everything beside the weights: config (as float32), tokenizer, chat template."""
     config = json.loads((model_dir / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = "float32"

@@ -17,7 +17,7 @@ from termrl.training.config import TrainingConfig
 from termrl.training.losses import token_weights
 from termrl.training.packing import Plan, TokenSequence, make_sequence, plan_batch
 
-SkipReason = Literal["no_episode", "no_loss_token", "no_advantage", "non_finite_gradient"]
+SkipReason = Literal["no_episode", "no_loss_token", "no_advantage", "sequence_mask", "non_finite_gradient"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Batch:
         captured: [tokens] the engine's logprobs.
         advantage: [tokens].
         weight: [tokens] share in the loss; see :func:`termrl.training.losses.token_weights`.
+        episode: [tokens] which of the batch's ``episodes`` each token belongs to.
+        spread: whether an episode's sequences are in more than one pack.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -39,6 +41,9 @@ class Batch:
     captured: Tensor
     advantage: Tensor
     weight: Tensor
+    episode: Tensor
+    episodes: int
+    spread: bool
 
     @property
     def tokens(self) -> int:
@@ -71,8 +76,8 @@ def make_batch(
         return "no_advantage"
     weights = token_weights(counts, aggregation=config.aggregation, max_new_tokens=config.max_new_tokens)
     entries = [
-        (sequence, logprobs, sample.advantage, weight)
-        for sample, made, weight in zip(samples, kept, weights, strict=True)
+        (sequence, logprobs, sample.advantage, weight, index)
+        for index, (sample, made, weight) in enumerate(zip(samples, kept, weights, strict=True))
         for sequence, logprobs in made
     ]
     # Order by content, so that the order of the episodes cannot change a single bit of the result.
@@ -82,13 +87,18 @@ def make_batch(
         start = spans[-1].stop if spans else 0
         spans.append(slice(start, start + len(sequence.targets)))
     sequences = tuple(entry[0] for entry in entries)
+    plan = plan_batch(sequences, max_tokens=config.micro_batch_tokens, parts=parts)
+    places = [{entries[member][4] for member in pack.members} for pack in plan.packs]
     return Batch(
         sequences=sequences,
-        plan=plan_batch(sequences, max_tokens=config.micro_batch_tokens, parts=parts),
+        plan=plan,
         spans=tuple(spans),
         captured=torch.tensor([value for entry in entries for value in entry[1]], dtype=dtype),
         advantage=torch.tensor([entry[2] for entry in entries for _ in entry[1]], dtype=dtype),
         weight=torch.tensor([entry[3] for entry in entries for _ in entry[1]], dtype=dtype),
+        episode=torch.tensor([entry[4] for entry in entries for _ in entry[1]]),
+        episodes=len(samples),
+        spread=sum(map(len, places)) > len(set().union(*places)),
     )
 
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run: each appears whole or not at all, and holds all that a resumed run needs.
 
-``checkpoints/step-000012/`` holds ``adapter/`` (peft's format), ``trainer.safetensors`` (A, B and AdamW's moments) and
-``checkpoint.json`` (step, score and what the loop wants back). The last few and the best one are kept.
+``checkpoints/step-000012/`` holds ``adapter/`` (peft's format; ``model/`` in transformers' where all weights are
+trained), ``trainer.safetensors`` (what is trained and AdamW's moments) and ``checkpoint.json`` (step, score and what
+the loop wants back). The last few and the best one are kept.
 """
 
 from __future__ import annotations
@@ -58,8 +59,13 @@ class Checkpoint:
 
     @property
     def adapter(self) -> Path:
-        """The low-rank update, a folder in peft's format."""
+        """The low-rank update, a folder in peft's format; absent after a full fine-tune."""
         return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """The whole model, a folder in transformers' format; present after a full fine-tune only."""
+        return self.path / "model"
 
 
 def save(
@@ -92,7 +98,10 @@ def save(
     path = run / _FOLDER / f"step-{step:06d}"
     record = {"step": step, "score": score, "trainer_step": state["step"], "loop": dict(loop or {})}
     with atomic_folder(path) as folder:
-        trainer.save_adapter(folder / "adapter")
+        if trainer.config.full:
+            trainer.save_model(folder / "model")
+        else:
+            trainer.save_adapter(folder / "adapter")
         save_file(state["tensors"], folder / _STATE)
         (folder / _RECORD).write_bytes(_text(record))
     _prune(run, keep_last)

@@ -1,13 +1,11 @@
-"""A Llama- or Qwen-kind decoder with a low-rank update, run over prefix trees.
+"""A Llama- or Qwen-kind decoder, run over prefix trees, of which a low-rank update or every weight is trained.
 
-The weights come from a transformers model folder; layers that read the same input are stacked into one product. The
-effective weight is the pristine base + scaling · B·A, made anew after each step: nothing is merged in place, so
-nothing drifts.
+The weights come from a transformers model folder; layers that read the same input are stacked into one product (see
+:mod:`termrl.training.stacks`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,83 +18,12 @@ from termrl.errors import ModelError
 from termrl.training import ops
 from termrl.training.config import LoraSettings
 from termrl.training.packing import Tile
+from termrl.training.stacks import FullStack, LoraStack
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
 KeyValues = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Site:
-    """One linear layer inside a stack: its transformers name and the rows that are its own."""
-
-    name: str
-    start: int
-    stop: int
-
-
-class LoraStack:
-    """Linear layers that share an input, as one weight, with the low-rank updates of those that are trained."""
-
-    def __init__(
-        self, weights: dict[str, Tensor], biases: list[Tensor | None], lora: LoraSettings, generator: torch.Generator
-    ) -> None:
-        self.sites: list[Site] = []
-        row = 0
-        for name, weight in weights.items():
-            self.sites.append(Site(name, row, row + len(weight)))
-            row += len(weight)
-        self.base = torch.cat(list(weights.values()))
-        self.bias = _stack_biases(list(weights.values()), biases)
-        self.trained = [site for site in self.sites if site.name.rsplit(".", 1)[-1] in lora.targets]
-        self.spans = tuple((site.start, site.stop) for site in self.trained)
-        self.rank, self.scaling = lora.rank, lora.alpha / lora.rank
-        self.a: torch.nn.Parameter | None = None
-        self.b: torch.nn.Parameter | None = None
-        if self.trained:
-            width = self.base.shape[1]
-            # peft's start: A uniform (Kaiming, a = √5), B zero, so that the update starts at 0.
-            bound = 1.0 / math.sqrt(width)
-            a = torch.empty(len(self.trained) * lora.rank, width).uniform_(-bound, bound, generator=generator)
-            self.a = torch.nn.Parameter(a.to(self.base.dtype))
-            self.b = torch.nn.Parameter(self.base.new_zeros(sum(stop - start for start, stop in self.spans), lora.rank))
-        self.effective = self.base
-
-    def refresh(self) -> None:
-        """Make the effective weight from the pristine base; tensors handed out before keep their values."""
-        if not self.trained:
-            return
-        self.effective = torch.empty_like(self.base)
-        for site in self.sites:
-            rows = slice(site.start, site.stop)
-            if site not in self.trained:
-                self.effective[rows] = self.base[rows]
-        with torch.no_grad():
-            for site, a, b in self.updates():
-                rows = slice(site.start, site.stop)
-                torch.addmm(self.base[rows], b, a, alpha=self.scaling, out=self.effective[rows])
-
-    def updates(self) -> Iterator[tuple[Site, Tensor, Tensor]]:
-        """(site, A [rank, in], B [out, rank]) of each trained layer; views, without gradient."""
-        if self.a is not None and self.b is not None:
-            yield from self._by_site(self.a.detach(), self.b.detach())
-
-    def gradients(self) -> Iterator[tuple[Site, Tensor, Tensor]]:
-        """(site, gradient of A, gradient of B) of each trained layer, after a backward pass."""
-        if self.a is not None and self.b is not None and self.a.grad is not None and self.b.grad is not None:
-            yield from self._by_site(self.a.grad, self.b.grad)
-
-    def _by_site(self, a: Tensor, b: Tensor) -> Iterator[tuple[Site, Tensor, Tensor]]:
-        row = 0
-        for block, site in enumerate(self.trained):
-            rows = site.stop - site.start
-            yield site, a[block * self.rank : (block + 1) * self.rank], b[row : row + rows]
-            row += rows
-
-    def __call__(self, x: Tensor, *, pristine: bool = False) -> Tensor:
-        if pristine:
-            return torch.nn.functional.linear(x, self.base, self.bias)
-        return ops.lora_linear(x, self.effective, self.bias, self.a, self.b, scaling=self.scaling, spans=self.spans)
+Stack = LoraStack | FullStack
 
 
 @dataclass
@@ -105,26 +32,35 @@ class _Layer:
     post_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
-    qkv: LoraStack
-    o: LoraStack
-    gate_up: LoraStack
-    down: LoraStack
+    qkv: Stack
+    o: Stack
+    gate_up: Stack
+    down: Stack
 
     @property
-    def stacks(self) -> tuple[LoraStack, ...]:
+    def stacks(self) -> tuple[Stack, ...]:
         return (self.qkv, self.o, self.gate_up, self.down)
 
 
 class PackedDecoder:
-    """The model. ``layers[i].stacks`` hold everything that is trained."""
+    """The model. ``layers[i].stacks`` hold its matrices."""
 
-    def __init__(self, model_dir: Path, lora: LoraSettings, *, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model_dir: Path, lora: LoraSettings | None, *, full: bool, seed: int, dtype: torch.dtype
+    ) -> None:
         """Load a model folder.
+
+        Args:
+            model_dir: a folder that transformers loads.
+            lora: the low-rank update to train, or ``None``.
+            full: train every weight in place of a low-rank update.
+            seed: of the low-rank update's start.
+            dtype: of weights and activations.
 
         Raises:
             ModelError: the folder cannot be loaded, or the model is not of a supported kind.
         """
-        model = _load(model_dir, dtype)
+        model = load_model(model_dir, dtype)
         config = model.config
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -132,30 +68,83 @@ class PackedDecoder:
         self.eps: float = config.rms_norm_eps
         self.vocabulary: int = config.vocab_size
         self.dtype = dtype
+        self.full = full
         self._rotary = model.model.rotary_emb
-        self._embedding: Tensor = model.model.embed_tokens.weight.detach()
-        self._head: Tensor = model.lm_head.weight.detach()
-        self._norm: Tensor = model.model.norm.weight.detach()
+        self._vectors: dict[str, Tensor] = {}
+        self._embedding = self._own("model.embed_tokens.weight", model.model.embed_tokens.weight)
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        self._head = self._embedding if tied else self._own("lm_head.weight", model.lm_head.weight)
+        self._norm = self._own("model.norm.weight", model.model.norm.weight)
         generator = torch.Generator().manual_seed(seed)
-        self.layers = [
-            _make_layer(f"model.layers.{index}", layer, lora, generator)
-            for index, layer in enumerate(model.model.layers)
-        ]
+        self.layers: list[_Layer] = []
+        for index, layer in enumerate(model.model.layers):
+            self.layers.append(self._layer(f"model.layers.{index}", layer, lora, generator))
+            model.model.layers[index] = torch.nn.Identity()  # frees the layer: never two copies of the whole model
+
+    def _own(self, name: str, weight: Tensor) -> Tensor:
+        """A copy that is ours alone: the loaded tensor may keep the whole file mapped."""
+        owned = weight.detach().clone()
+        self._vectors[name] = torch.nn.Parameter(owned) if self.full else owned
+        return self._vectors[name]
+
+    def _layer(self, name: str, layer: Any, lora: LoraSettings | None, generator: torch.Generator) -> _Layer:
+        def stack(parent: str, *children: str) -> Stack:
+            modules = {f"{name}.{parent}.{child}": getattr(getattr(layer, parent), child) for child in children}
+            weights = {key: module.weight.detach() for key, module in modules.items()}
+            biases = [None if module.bias is None else module.bias.detach() for module in modules.values()]
+            return FullStack(weights, biases) if self.full else LoraStack(weights, biases, lora, generator)
+
+        def norm(key: str, module: Any) -> Tensor | None:
+            return None if module is None else self._own(f"{name}.{key}.weight", module.weight)
+
+        return _Layer(
+            input_norm=self._own(f"{name}.input_layernorm.weight", layer.input_layernorm.weight),
+            post_norm=self._own(f"{name}.post_attention_layernorm.weight", layer.post_attention_layernorm.weight),
+            q_norm=norm("self_attn.q_norm", getattr(layer.self_attn, "q_norm", None)),
+            k_norm=norm("self_attn.k_norm", getattr(layer.self_attn, "k_norm", None)),
+            qkv=stack("self_attn", "q_proj", "k_proj", "v_proj"),
+            o=stack("self_attn", "o_proj"),
+            gate_up=stack("mlp", "gate_proj", "up_proj"),
+            down=stack("mlp", "down_proj"),
+        )
 
     @property
-    def stacks(self) -> Iterator[LoraStack]:
+    def stacks(self) -> Iterator[Stack]:
         """Every stack of every layer, in order."""
         for layer in self.layers:
             yield from layer.stacks
 
+    @property
+    def lora_stacks(self) -> Iterator[LoraStack]:
+        """The same, of a decoder whose low-rank update is trained."""
+        for stack in self.stacks:
+            if isinstance(stack, LoraStack):
+                yield stack
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """Everything that is trained, in a fixed order."""
-        return [parameter for stack in self.stacks for parameter in (stack.a, stack.b) if parameter is not None]
+        vectors = [vector for vector in self._vectors.values() if isinstance(vector, torch.nn.Parameter)]
+        return vectors + [parameter for stack in self.stacks for parameter in stack.parameters()]
 
     def refresh(self) -> None:
-        """Make every effective weight anew from the base and the current A and B."""
+        """Make every effective weight anew from what is trained."""
         for stack in self.stacks:
             stack.refresh()
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The present weights that training changes, by transformers name; views."""
+        weights = {name: vector.detach() for name, vector in self._vectors.items() if self.full}
+        for stack in self.stacks:
+            weights |= stack.trained_weights()
+        return weights
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of all weights, by transformers name, after a backward pass of a full fine-tune; views."""
+        gradients = {name: vector.grad for name, vector in self._vectors.items() if vector.grad is not None}
+        for stack in self.stacks:
+            if isinstance(stack, FullStack):
+                gradients |= stack.gradients()
+        return gradients
 
     def prefix(
         self, token_ids: Tensor, tiles: Sequence[ops.AttentionTile], *, pristine: bool = False
@@ -188,7 +177,7 @@ class PackedDecoder:
 
         Args:
             prefix: from :meth:`prefix`, if there is a common prefix.
-            pristine: use the base model, without the low-rank update.
+            pristine: use the base model, without the low-rank update (only where one is trained).
         """
         x = self._embedding.index_select(0, token_ids)
         cos, sin = self._angles(positions)
@@ -236,37 +225,7 @@ def attention_tiles(tiles: Sequence[Tile]) -> tuple[ops.AttentionTile, ...]:
     )
 
 
-def _stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    if all(bias is None for bias in biases):
-        return None
-    return torch.cat(
-        [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
-    )
-
-
-def _make_layer(name: str, layer: Any, lora: LoraSettings, generator: torch.Generator) -> _Layer:
-    def stack(parent: str, *children: str) -> LoraStack:
-        modules = [getattr(getattr(layer, parent), child) for child in children]
-        weights = {
-            f"{name}.{parent}.{child}": module.weight.detach() for child, module in zip(children, modules, strict=True)
-        }
-        biases = [None if module.bias is None else module.bias.detach() for module in modules]
-        return LoraStack(weights, biases, lora, generator)
-
-    q_norm, k_norm = (getattr(layer.self_attn, which, None) for which in ("q_norm", "k_norm"))
-    return _Layer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        q_norm=None if q_norm is None else q_norm.weight.detach(),
-        k_norm=None if k_norm is None else k_norm.weight.detach(),
-        qkv=stack("self_attn", "q_proj", "k_proj", "v_proj"),
-        o=stack("self_attn", "o_proj"),
-        gate_up=stack("mlp", "gate_proj", "up_proj"),
-        down=stack("mlp", "down_proj"),
-    )
-
-
-def _load(model_dir: Path, dtype: torch.dtype) -> Any:
+def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     """The transformers model, checked to be of a kind whose layers this module computes."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from termrl.agent.types import Episode
 from termrl.config import TrainConfig
 from termrl.errors import RunError
-from termrl.rollout.curriculum import Curriculum, family_levels, pick_tasks
+from termrl.rollout.curriculum import Curriculum, family_levels, pick_refills, pick_tasks
 from termrl.rollout.groups import Batch, Group, build_batch
 from termrl.rollout.pools import TaskPools
 from termrl.rollout.scheduler import Attempt, Scheduler
@@ -33,6 +33,7 @@ from termrl.runs.metrics import (
 from termrl.runs.progress import Progress
 from termrl.runs.records import episode_record
 from termrl.runs.store import RunStore, TokenRow
+from termrl.tasks.task import Task
 from termrl.training.advantages import Sample
 from termrl.training.events import Watcher
 
@@ -143,16 +144,33 @@ class GRPO:
             raise
 
     async def _roll_out(self, step: int) -> list[Group]:
-        """The step's groups: ``samples`` episodes of each of ``groups`` tasks, on the current weights."""
-        config = self._config
-        n = config.rollout.samples
+        """The step's groups: ``samples`` episodes of each of ``groups`` tasks, on the current weights.
+
+        With ``refill``, further groups of other tasks follow until ``groups`` of them have a signal or the bound is
+        reached. What they replace is recorded and counted, as without them.
+        """
+        config, train = self._config, self._parts.pools.train
         curriculum = self._progress.curriculum
         stages = curriculum.stages(self._levels) if curriculum is not None else None
-        families, count = self._parts.pools.train, config.rollout.groups
-        tasks = pick_tasks(families, step=step, count=count, seed=config.seed, stages=stages)
+        tasks = pick_tasks(train, step=step, count=config.rollout.groups, seed=config.seed, stages=stages)
+        groups = await self._play(step, tasks, [])
+        if not config.rollout.refill:
+            return groups
+        used = {task.id for task in tasks}
+        count = config.rollout.refill
+        spare = pick_refills(train, step=step, count=count, seed=config.seed, used=used, stages=stages)
+        while spare and (flat := sum(group.dead == "zero_variance" for group in groups) - len(groups) + len(tasks)) > 0:
+            groups += await self._play(step, spare[:flat], groups)
+            spare = spare[flat:]
+        return groups
+
+    async def _play(self, step: int, tasks: Sequence[Task], earlier_groups: Sequence[Group]) -> list[Group]:
+        """One group for each task, numbered after the step's ``earlier_groups``."""
+        config, base = self._config, len(earlier_groups)
+        n = config.rollout.samples
         attempts: list[Attempt] = []
-        for group, task in enumerate(tasks):
-            first = n * sum(earlier.id == task.id for earlier in tasks[:group])  # a task may come twice in a step
+        for group, task in enumerate(tasks, base):
+            first = n * sum(earlier.id == task.id for earlier in tasks[: group - base])  # a task may come twice
             for place in range(n):
                 seed = derive_seed(config.seed, step, task.id, first + place)
                 attempts.append(Attempt(task.id, task.family, group, place, seed, order=group * n + place))
@@ -164,8 +182,8 @@ class GRPO:
             on_end=self._watcher.episode,
         )
         return [
-            Group(group, task.id, task.family, tuple(episodes[group * n : (group + 1) * n]))
-            for group, task in enumerate(tasks)
+            Group(base + place, task.id, task.family, tuple(episodes[place * n : (place + 1) * n]))
+            for place, task in enumerate(tasks)
         ]
 
     def _learn(self, step: int, groups: Sequence[Group], started: float) -> None:
@@ -181,7 +199,12 @@ class GRPO:
         timings = Timings(ended - started, rolled_out - started, generation_s, ended - rolled_out)
 
         episodes = [episode for group in groups for episode in group.episodes]
-        metrics = {**rollout_metrics(groups, batch), **capture_metrics(episodes), **update_metrics(update)}
+        refilled = len(groups) - self._config.rollout.groups
+        metrics = {
+            **rollout_metrics(groups, batch, refilled=refilled),
+            **capture_metrics(episodes),
+            **update_metrics(update),
+        }
         metrics |= perf_metrics(timings, episodes=len(episodes), tokens=int(metrics["rollout/tokens_captured"]))
         curriculum = self._progress.curriculum
         if curriculum is not None:
@@ -313,6 +336,7 @@ def update_metrics(update: UpdateMetrics) -> dict[str, float]:
         "train/loss": update.loss,
         "train/grad_norm": update.grad_norm,
         "train/clip_fraction": update.clip_fraction,
+        "train/sequence_masked": update.sequence_masked,
         "train/kl": update.kl,
         "train/entropy": update.entropy,
         "train/lr": update.lr,

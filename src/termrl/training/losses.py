@@ -6,12 +6,15 @@ parts' losses is the batch's loss however the batch is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+Surrogate = Literal["clip", "cispo", "gspo"]
 
 # e^20: far outside any clip, and small enough that no product overflows into NaN.
 _LOG_RATIO_BOUND = 20.0
@@ -23,7 +26,8 @@ class LossTerms:
 
     Attributes:
         loss: scalar, differentiable in ``logprob_new``; adds up over parts.
-        clipped: number of tokens whose gradient the clip removed.
+        clipped: number of tokens whose gradient a bound of the ratio removed (``cispo``: scaled).
+        rejected: number of tokens that ``keep`` left out.
         kl_old: sum of the k3 estimates of KL(old ‖ new), nats.
         kl_reference: sum of the k3 estimates of KL(new ‖ reference), nats; 0 without a reference.
     """
@@ -32,6 +36,7 @@ class LossTerms:
     clipped: int
     kl_old: float
     kl_reference: float
+    rejected: int = 0
 
 
 def token_weights(
@@ -76,6 +81,31 @@ def truncated_importance(recomputed: Tensor, captured: Tensor, cap: float) -> Te
     return torch.exp(recomputed - captured).clamp(max=cap).detach()
 
 
+def sequence_means(values: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Mean of ``values`` over each sequence's tokens, in float64; 0 for a sequence without one.
+
+    Args:
+        values: [tokens].
+        sequence: [tokens] which of the ``count`` sequences each token belongs to.
+
+    Returns:
+        [count]. Of log-ratios, this is the logarithm of the geometric mean of the ratios.
+    """
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, sequence, values.double())
+    lengths = torch.bincount(sequence, minlength=count).clamp(min=1)
+    return sums / lengths
+
+
+def geometric_mask(mean_log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """True for the sequences whose geometric-mean ratio exp(``mean_log_ratio``) lies in [low, high].
+
+    Rejects whole sequences that the policy would hardly have sampled as they are; the geometric mean, unlike the
+    product, does not condemn long ones. Source: the sequence-level masks of Liu et al., "When speed kills stability:
+    demystifying RL collapse from the training-inference mismatch" (2025), and of DeepSeek-V3.2 (arXiv:2512.02556).
+    """
+    return (mean_log_ratio >= math.log(low)) & (mean_log_ratio <= math.log(high))
+
+
 def policy_loss(
     logprob_new: Tensor,
     logprob_old: Tensor,
@@ -84,14 +114,29 @@ def policy_loss(
     *,
     clip_low: float,
     clip_high: float,
+    surrogate: Surrogate = "clip",
+    dual_clip: float | None = None,
+    sequence_log_ratio: Tensor | None = None,
+    keep: Tensor | None = None,
     importance: Tensor | None = None,
     reference: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> LossTerms:
-    """Clipped surrogate with asymmetric bounds, plus an optional KL to a reference policy.
+    """The surrogate with asymmetric bounds, plus an optional KL to a reference policy.
 
-    Σ weight · (importance · max(-ratio·A, -clip(ratio, 1 - clip_low, 1 + clip_high)·A) + kl_coef · k3), with
-    ratio = exp(logprob_new - logprob_old). PPO (arXiv:1707.06347) with DAPO's bounds (arXiv:2503.14476).
+    Σ weight · keep · (importance · surrogate + kl_coef · k3), with ratio = exp(logprob_new - logprob_old), and with
+    low = 1 - ``clip_low``, high = 1 + ``clip_high``:
+
+    - ``clip``: max(-ratio·A, -clip(ratio, low, high)·A). PPO (arXiv:1707.06347), as in GRPO (arXiv:2402.03300), with
+      DAPO's two bounds (arXiv:2503.14476).
+    - ``cispo``: -sg[clip(ratio, low, high)]·A·logprob_new, sg[·] a constant to the gradient: no token loses its
+      gradient, only its weight is bounded. MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5).
+    - ``gspo``: as ``clip`` with the sequence's ratio s = (∏ ratio)^(1/length) in place of each token's; written as
+      sg[s]·logprob-ratio to the gradient, so each token has the gradient of s at equal advantages (arXiv:2507.18071,
+      eq. 5, 7 and 14). With ``sequence_mean`` weights this is GSPO's objective.
+
+    Dual clip: for A < 0 the loss is at most -c·A, so a token that the policy has come to like much more than the
+    sampler did cannot dominate the batch (Ye et al., arXiv:1912.09729, eq. 5).
 
     Args:
         logprob_new: natural-log probabilities under the policy that is trained, at the sampling temperature.
@@ -99,15 +144,36 @@ def policy_loss(
         advantage: of the token's episode.
         weight: from :func:`token_weights`.
         clip_low, clip_high: bounds of the ratio.
+        surrogate: see above.
+        dual_clip: c > 1, or ``None``; not with ``cispo``.
+        sequence_log_ratio: for ``gspo``: log s of each token's sequence, detached; see :func:`sequence_means`.
+        keep: [tokens] False where the token's sequence is rejected; it then brings nothing, and stays in the weights'
+            denominators. See :func:`geometric_mask`.
         importance: from :func:`truncated_importance`.
         reference: logprobs under the reference policy; with ``kl_coef`` > 0.
         kl_coef: weight of the KL.
     """
     log_ratio = (logprob_new - logprob_old).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    ratio = torch.exp(log_ratio)
-    plain = -ratio * advantage
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
-    per_token = torch.maximum(plain, bounded)
+    if surrogate == "gspo":
+        if sequence_log_ratio is None:
+            raise ValueError("surrogate 'gspo' needs sequence_log_ratio")
+        own = sequence_log_ratio.to(log_ratio.dtype).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+        ratio = torch.exp(own + logprob_new - logprob_new.detach())
+    else:
+        ratio = torch.exp(log_ratio)
+    bounded_ratio = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    if surrogate == "cispo":
+        per_token = -bounded_ratio.detach() * advantage * logprob_new
+        acted = bounded_ratio != ratio
+    else:
+        plain = -ratio * advantage
+        bounded = -bounded_ratio * advantage
+        per_token = torch.maximum(plain, bounded)
+        acted = bounded > plain
+        if dual_clip is not None:
+            ceiling = torch.where(advantage < 0, -dual_clip * advantage, torch.inf)
+            acted = acted | (per_token > ceiling)
+            per_token = torch.minimum(per_token, ceiling)
     if importance is not None:
         per_token = per_token * importance
     kl_reference = 0.0
@@ -115,9 +181,15 @@ def policy_loss(
         divergence = k3(reference - logprob_new)
         kl_reference = float(divergence.detach().sum())
         per_token = per_token + kl_coef * divergence
+    rejected = 0
+    if keep is not None:
+        per_token = torch.where(keep, per_token, 0.0)
+        rejected = int((~keep).sum())
+        acted = acted & keep
     return LossTerms(
         loss=(per_token * weight).sum(),
-        clipped=int((bounded > plain).sum()),
+        clipped=int(acted.sum()),
         kl_old=float(k3(log_ratio.detach()).sum()),
         kl_reference=kl_reference,
+        rejected=rejected,
     )

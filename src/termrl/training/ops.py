@@ -38,14 +38,17 @@ class _RmsNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grads[0] * x).mul_(scale).flatten(0, -2).sum(0)
         grad = grads[0] * weight
         inner = torch.linalg.vecdot(grad, x).unsqueeze(-1)
         inner = inner.mul_(scale.pow(3)).div_(-x.shape[-1])
-        return grad.mul_(scale).addcmul_(x, inner), None, None
+        return grad.mul_(scale).addcmul_(x, inner), grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) · weight over the last dimension; ``weight`` is frozen."""
+    """x / √(mean(x²) + eps) · weight over the last dimension."""
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
@@ -109,6 +112,25 @@ def lora_linear(
         spans: the rows of ``weight`` that belong to each trained layer, one a block.
     """
     return _LoraLinear.apply(x, weight, bias, a, b, scaling, spans)  # type: ignore[no-any-return]
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad.t() @ x, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias for [tokens, in], with gradients to all three."""
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
 class _SwiGlu(Function):
@@ -304,17 +326,26 @@ class _TargetLogprobs(Function):
         picked = torch.linalg.vecdot(scaled.index_select(0, target_row), chosen)
         logprob = picked - log_total.index_select(0, target_row)
         entropy = torch.zeros_like(log_total) if mean is None else log_total - torch.linalg.vecdot(mean, scaled)
-        ctx.save_for_backward(mean, chosen, temperature, target_row)
+        whole = (scaled, head, log_total, target_token) if ctx.needs_input_grad[1] else (None,) * 4
+        ctx.save_for_backward(mean, chosen, temperature, target_row, *whole)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mean, chosen, temperature, target_row = ctx.saved_tensors
+        mean, chosen, temperature, target_row, scaled, head, log_total, target_token = ctx.saved_tensors
         grad = grads[0]
         per_row = torch.zeros_like(temperature).index_add_(0, target_row, grad)
         result = mean.mul(-per_row[:, None]).index_add_(0, target_row, chosen * grad[:, None])
-        return result.div_(temperature[:, None]), None, None, None, None
+        grad_head = None
+        if ctx.needs_input_grad[1]:
+            grad_head = torch.zeros_like(head)
+            for start in range(0, len(scaled), HEAD_ROWS):
+                part = slice(start, start + HEAD_ROWS)
+                probabilities = torch.mm(scaled[part], head.t()).sub_(log_total[part, None]).exp_()
+                grad_head.addmm_(probabilities.t(), scaled[part] * per_row[part, None], alpha=-1.0)
+            grad_head.index_add_(0, target_token, scaled.index_select(0, target_row) * grad[:, None])
+        return result.div_(temperature[:, None]), grad_head, None, None, None
 
 
 def target_logprobs(
@@ -323,11 +354,12 @@ def target_logprobs(
     """Log-probabilities of chosen tokens under softmax(hidden · headᵀ / temperature), without keeping any logits.
 
     d logprob / d hidden = (head[token] - Σ_v p_v · head[v]) / temperature: the expected row of the frozen head is made
-    in the forward pass while a chunk's probabilities exist, so the backward pass needs no logits.
+    in the forward pass while a chunk's probabilities exist, so the backward pass needs no logits. A head that is
+    trained needs them: d logprob / d head[v] = (1[v = token] - p_v) · hidden / temperature, and they are made again.
 
     Args:
         hidden: [rows, dim], after the final norm.
-        head: [vocabulary, dim], frozen.
+        head: [vocabulary, dim], frozen or trained.
         temperature: [rows].
         target_row, target_token: [targets] which row predicts which token; a row may predict several.
 

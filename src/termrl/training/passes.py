@@ -41,6 +41,7 @@ class PassSums:
     kl_reference: float = 0.0
     entropy: float = 0.0
     rows: int = 0
+    rejected: int = 0
 
     def __iadd__(self, other: PassSums) -> PassSums:
         for name, value in vars(other).items():
@@ -74,6 +75,7 @@ def forward_backward(decoder: PackedDecoder, batch: Batch, token_loss: TokenLoss
             terms.kl_reference,
             float(entropy.sum()),
             len(entropy),
+            terms.rejected,
         )
         return own, gradients
 

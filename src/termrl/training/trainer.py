@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from termrl.errors import ModelError
-from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter
+from termrl.training.adapter import AdapterInfo, base_sha256, write_adapter, write_model
 from termrl.training.advantages import Sample
 from termrl.training.batch import Batch, SkipReason, make_batch
 from termrl.training.config import TrainingConfig
 from termrl.training.decoder import PackedDecoder
-from termrl.training.losses import LossTerms, k3, policy_loss, truncated_importance
-from termrl.training.passes import PassSums, TokenLoss, evaluate, forward_backward
+from termrl.training.losses import k3
+from termrl.training.memory import trim
+from termrl.training.objective import Objective
+from termrl.training.passes import PassSums, evaluate, forward_backward
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class UpdateMetrics:
         skipped: why nothing was trained, or ``None``; the figures are then 0.
         loss: the batch's loss.
         grad_norm: global norm of the gradient before clipping.
-        clip_fraction: share of tokens whose gradient the ratio's clip removed.
+        clip_fraction: share of tokens whose gradient a bound of the ratio removed (``cispo``: scaled).
+        sequence_masked: share of tokens whose episode ``sequence_mask`` left out.
         kl: k3 estimate of KL(old ‖ new), nats; 0 at the first of the batch's steps when nothing is stale.
         kl_reference: k3 estimate of KL(new ‖ base model), nats; 0 unless ``kl_coef`` > 0.
         entropy: of the sampling distribution at the trained positions (each distinct one once), nats.
@@ -47,6 +50,7 @@ class UpdateMetrics:
     loss: float = 0.0
     grad_norm: float = 0.0
     clip_fraction: float = 0.0
+    sequence_masked: float = 0.0
     kl: float = 0.0
     kl_reference: float = 0.0
     entropy: float = 0.0
@@ -60,7 +64,7 @@ class UpdateMetrics:
 
 
 class Trainer:
-    """Holds the base weights, the low-rank update and AdamW; turns scored episodes into new weights.
+    """Holds the weights, what of them is trained, and AdamW; turns scored episodes into new weights.
 
     Nothing in it is random after the start, and no order of work depends on timing: the same weights, samples and
     threads give the same bits.
@@ -80,7 +84,7 @@ class Trainer:
         Args:
             model_dir: a folder that transformers can load, of the Llama, Qwen2 or Qwen3 kind.
             config: every setting.
-            seed: of the low-rank update's start.
+            seed: of the low-rank update's start (a full fine-tune starts at the base).
             threads: threads while it works; ``None`` leaves torch's.
             base_id: the base model's public name, for saved adapters; default: the folder's name.
 
@@ -94,7 +98,10 @@ class Trainer:
         self._threads = threads
         self._base_sha256: str | None = None
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        self._decoder = PackedDecoder(model_dir, config.lora, seed=seed, dtype=self._dtype)
+        self._seed = seed
+        self._base: PackedDecoder | None = None
+        lora = None if config.full else config.lora
+        self._decoder = PackedDecoder(model_dir, lora, full=config.full, seed=seed, dtype=self._dtype)
         self.vocabulary = self._decoder.vocabulary
         self._parameters = self._decoder.parameters()
         self._optimiser = torch.optim.AdamW(
@@ -113,7 +120,10 @@ class Trainer:
         started = time.perf_counter()
         with _intra_op_threads(self._threads):
             batch = self._make_batch(samples)
+            trim()  # what sampling the batch has left behind
             metrics = UpdateMetrics(skipped=batch) if isinstance(batch, str) else self._train(batch)
+            self._optimiser.zero_grad(set_to_none=True)
+            trim()
         return replace(metrics, seconds=time.perf_counter() - started)
 
     def logprobs(self, samples: Sequence[Sample], *, pristine: bool = False) -> list[list[Tensor]]:
@@ -139,15 +149,14 @@ class Trainer:
 
     def _train(self, batch: Batch) -> UpdateMetrics:
         config = self.config
-        reference = self._evaluate(batch, pristine=True) if config.kl_coef > 0 else None
-        first = torch.zeros_like(batch.captured)
+        objective = self._objective(batch)
         totals = PassSums()
         grad_norms = 0.0
         lr = 0.0
         for round_ in range(config.updates_per_batch):
-            loss = self._loss_function(batch, first, reference, fresh=round_ == 0)
-            self._optimiser.zero_grad(set_to_none=True)
-            sums = forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
+            sums = self._backward(batch, objective, round_)
+            if sums.rejected == batch.tokens:
+                return UpdateMetrics(skipped="sequence_mask", sequence_masked=1.0)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, config.grad_clip))
             if not torch.isfinite(torch.tensor(grad_norm)):
                 return UpdateMetrics(skipped="non_finite_gradient", optimiser_steps=round_)
@@ -155,11 +164,12 @@ class Trainer:
             grad_norms += grad_norm
             totals += sums
         rounds = config.updates_per_batch
-        difference = first - batch.captured
+        difference = objective.first - batch.captured
         return UpdateMetrics(
             loss=totals.loss / rounds,
             grad_norm=grad_norms / rounds,
             clip_fraction=totals.clipped / (rounds * batch.tokens),
+            sequence_masked=totals.rejected / (rounds * batch.tokens),
             kl=totals.kl_old / (rounds * batch.tokens),
             kl_reference=totals.kl_reference / (rounds * batch.tokens),
             entropy=totals.entropy / totals.rows,
@@ -171,34 +181,28 @@ class Trainer:
             lr=lr,
         )
 
-    def _loss_function(self, batch: Batch, first: Tensor, reference: Tensor | None, *, fresh: bool) -> TokenLoss:
-        """The loss of any of the batch's tokens. ``first`` takes the logprobs of the fresh pass and keeps them."""
-        config = self.config
+    def _objective(self, batch: Batch) -> Objective:
+        reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
+        return Objective(batch, self.config, reference=reference)
 
-        def loss(logprob: Tensor, tokens: Tensor) -> LossTerms:
-            if fresh:
-                first[tokens] = logprob.detach()
-            captured = batch.captured[tokens]
-            recomputed = first[tokens]
-            importance = None
-            if config.tis_cap is not None:
-                importance = truncated_importance(recomputed, captured, config.tis_cap)
-            return policy_loss(
-                logprob,
-                captured if config.old_logprobs == "captured" else recomputed,
-                batch.advantage[tokens],
-                batch.weight[tokens],
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                importance=importance,
-                reference=None if reference is None else reference[tokens],
-                kl_coef=config.kl_coef,
-            )
-
-        return loss
+    def _backward(self, batch: Batch, objective: Objective, round_: int) -> PassSums:
+        """Make the gradient of the batch's optimiser step ``round_``."""
+        now = self._evaluate(batch, pristine=False) if objective.wants_logprobs(round_) else None
+        objective.begin(round_, now)
+        self._optimiser.zero_grad(set_to_none=True)
+        return forward_backward(self._decoder, batch, objective, threads=torch.get_num_threads())
 
     def _evaluate(self, batch: Batch, *, pristine: bool) -> Tensor:
-        return evaluate(self._decoder, batch, pristine=pristine, threads=torch.get_num_threads())
+        decoder = self._base_decoder() if pristine else self._decoder
+        return evaluate(decoder, batch, pristine=pristine, threads=torch.get_num_threads())
+
+    def _base_decoder(self) -> PackedDecoder:
+        """What computes the base model: in a full fine-tune a second copy of the weights, loaded when first needed."""
+        if not self.config.full:
+            return self._decoder
+        if self._base is None:
+            self._base = PackedDecoder(self.model_dir, None, full=False, seed=self._seed, dtype=self._dtype)
+        return self._base
 
     def _make_batch(self, samples: Sequence[Sample]) -> Batch | SkipReason:
         return make_batch(
@@ -216,7 +220,9 @@ class Trainer:
         return lr
 
     def gradients(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """The loss's gradient at the current weights, before clipping, under peft's names. Changes nothing.
+        """The loss's gradient at the current weights, before clipping. Changes nothing.
+
+        Under peft's names; in a full fine-tune, under transformers'.
 
         Empty for a batch without anything to train on.
         """
@@ -224,38 +230,33 @@ class Trainer:
             batch = self._make_batch(samples)
             if isinstance(batch, str):
                 return {}
-            reference = self._evaluate(batch, pristine=True) if self.config.kl_coef > 0 else None
-            self._optimiser.zero_grad(set_to_none=True)
-            loss = self._loss_function(batch, torch.zeros_like(batch.captured), reference, fresh=True)
-            forward_backward(self._decoder, batch, loss, threads=torch.get_num_threads())
-        gradients: dict[str, Tensor] = {}
-        for stack in self._decoder.stacks:
+            self._backward(batch, self._objective(batch), 0)
+        gradients = {name: gradient.clone() for name, gradient in self._decoder.full_gradients().items()}
+        for stack in self._decoder.lora_stacks:
             for site, a, b in stack.gradients():
                 gradients.update(_peft_names(site.name, a, b))
         self._optimiser.zero_grad(set_to_none=True)
         return gradients
 
     def merged_weights(self) -> dict[str, Tensor]:
-        """The trained layers' weights, pristine base + scaling · B·A, by transformers name.
+        """The weights that training changes, by transformers name; those that are not trained are left out.
 
-        Read-only views that keep their values when training goes on; layers that are not trained are left out.
+        With a low-rank update, pristine base + scaling · B·A, as read-only views that keep their values when training
+        goes on. In a full fine-tune all weights, copied.
         """
-        return {
-            site.name + ".weight": stack.effective[site.start : site.stop]
-            for stack in self._decoder.stacks
-            for site in stack.trained
-        }
+        weights = self._decoder.trained_weights()
+        return {name: weight.clone() for name, weight in weights.items()} if self.config.full else weights
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """A and B of each trained layer, copied, under peft's names."""
+        """A and B of each trained layer, copied, under peft's names; empty in a full fine-tune."""
         weights: dict[str, Tensor] = {}
-        for stack in self._decoder.stacks:
+        for stack in self._decoder.lora_stacks:
             for site, a, b in stack.updates():
                 weights.update(_peft_names(site.name, a.clone(), b.clone()))
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed trainer needs for the same bits: A, B, AdamW's moments, the step. Copied."""
+        """All that a resumed trainer needs for the same bits, copied: what is trained, AdamW's moments, the step."""
         tensors: dict[str, Tensor] = {}
         for index, parameter in enumerate(self._parameters):
             tensors[f"parameter.{index}"] = parameter.detach().clone()
@@ -289,12 +290,22 @@ class Trainer:
         self._decoder.refresh()
 
     def save_adapter(self, path: Path) -> None:
-        """Write the low-rank update as a folder in peft's format, with the base's id and sha256."""
+        """Write the low-rank update as a folder in peft's format, with the base's id and sha256.
+
+        Raises:
+            ModelError: there is none, as all weights are trained.
+        """
+        if self.config.full:
+            raise ModelError("a full fine-tune has no adapter", hint="save_model writes the whole model")
         if self._base_sha256 is None:
             self._base_sha256 = base_sha256(self.model_dir)
         lora = self.config.lora
         info = AdapterInfo(self.base_id, self._base_sha256, lora.rank, lora.alpha, tuple(lora.targets))
         write_adapter(path, info, self.adapter_weights())
+
+    def save_model(self, path: Path) -> None:
+        """Write the whole model with its tokenizer as a folder that transformers loads, in float32."""
+        write_model(path, self.model_dir, self._decoder.trained_weights())
 
 
 def _peft_names(layer: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
