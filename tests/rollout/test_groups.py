@@ -53,6 +53,23 @@ def test_every_captured_token_is_trained_or_accounted_for() -> None:
     assert in_batch == metrics["rollout/tokens_captured"] - metrics["rollout/tokens_masked"]
 
 
+def test_tokens_of_a_skipped_update_are_accounted_for() -> None:
+    members = (episode(1.0), episode(0.0, end=EndReason.MAX_TURNS), episode(0.0))
+    groups = [Group(0, "t", "f", members), group(1, [1.0, 1.0])]
+    batch = build_batch(groups, mask_truncated=True)
+    batch.skip("sequence_mask")
+    assert batch.masked == {"truncated": 2, "zero_variance": 4, "sequence_mask": 4}
+    metrics = rollout_metrics(groups, batch)
+    assert metrics["rollout/tokens_captured"] == metrics["rollout/tokens_masked"]
+    assert batch.trained == set()
+
+
+def test_a_skipped_update_of_nothing_masks_nothing() -> None:
+    batch = build_batch([group(0, [1.0, 1.0])])
+    batch.skip("no_episode")
+    assert batch.masked == {"zero_variance": 4}
+
+
 def test_a_masked_truncated_episode_keeps_its_place_in_the_baseline() -> None:
     members = (episode(1.0), episode(0.0, end=EndReason.MAX_TURNS), episode(0.0))
     batch = build_batch([Group(0, "t", "f", members)], mask_truncated=True)

@@ -57,6 +57,14 @@ class Batch:
     dead: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
 
+    def skip(self, reason: str) -> None:
+        """The update trained on none of the samples: their tokens are accounted for under ``reason``."""
+        tokens = sum(segment.sampled for sample in self.samples for segment in sample.segments)
+        left = tokens - self.masked["truncated"]
+        if left:
+            self.masked[reason] += left
+        self.trained.clear()
+
 
 def build_batch(
     groups: Sequence[Group], *, scale: Literal["none", "group"] = "none", mask_truncated: bool = False

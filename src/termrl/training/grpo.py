@@ -194,6 +194,8 @@ class GRPO:
         batch = build_batch(groups, scale=training.advantage_scale, mask_truncated=training.mask_truncated)
         self._watcher.phase("update", step=step, total=0)
         update = self._parts.learner.update(batch.samples)
+        if update.skipped is not None:
+            batch.skip(update.skipped)
         self._parts.engine.set_weights(self._parts.learner.merged_weights(), step)
         ended = time.monotonic()
         timings = Timings(ended - started, rolled_out - started, generation_s, ended - rolled_out)
