@@ -7,6 +7,7 @@ map does not move it on tmpfs, so that the absence of a signal proves nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shlex
 import time
@@ -39,6 +40,8 @@ _SCAN_BYTES = 48 * 1024
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NAMES = 20
 _LISTENING = "0A"
+_CLOCK_REALTIME_COARSE = 5  # of <linux/time.h>
+_MAX_TICK_MS = 100
 
 # Builtins only: whatever a policy does to the process table costs this no fork. Each read of /proc/net/tcp walks the
 # whole machine's table, milliseconds even where there is nothing: only if this sandbox has sockets, and read at once.
@@ -136,7 +139,21 @@ async def take_baseline(sandbox: Sandbox, task: Task) -> Baseline:
         for path in DOWNLOAD_FILES:
             with contextlib.suppress(CommandError, ValueError, OSError):
                 downloads[path] = await _content(sandbox, path)
-    return Baseline(time.time(), downloads)
+    return Baseline(await _clear_moment(), downloads)
+
+
+async def _clear_moment() -> float:
+    """A moment that nothing bears which stands already, and that all which is still to come is after.
+
+    Files are stamped with the kernel's coarse clock, a tick behind the fine one: without the wait, what the policy
+    does first could bear an earlier time than the hand-over.
+    """
+    moment = time.time()
+    for _ in range(_MAX_TICK_MS):
+        if time.clock_gettime(_CLOCK_REALTIME_COARSE) > moment:
+            break
+        await asyncio.sleep(0.001)
+    return moment
 
 
 async def look_at_processes(sandbox: Sandbox) -> dict[str, Any]:

@@ -79,9 +79,9 @@ async def files_of_the_spec(subject: Subject) -> None:
     with _folder() as here:
         (here / "old").write_text("x")
         os.utime(here / "old", (1_000_000_000, 1_000_000_000))
-        async with subject.sandbox(workdir="/work/here", files=here) as sandbox:
+        async with subject.sandbox(workdir="/srv/here", files=here) as sandbox:
             found = await ask(sandbox, "pwd; stat -c '%n %Y %u' *")
-    same(found, "/work/here\nold 1000000000 0\n", "workdir, name, time and owner")
+    same(found, "/srv/here\nold 1000000000 0\n", "workdir, name, time and owner")
 
 
 @section.check("excluded paths stay out")
