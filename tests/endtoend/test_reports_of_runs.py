@@ -156,7 +156,8 @@ def test_every_trained_row_begins_with_its_own_tasks_text(
         assert f"Make a directory named {row['task_id'].removeprefix('make-')}." in prompt.rpartition("user\n")[2]
 
 
-def test_a_batch_that_is_masked_whole_has_no_nan_in_any_figure(world: Path) -> None:
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_batch_that_is_masked_whole_has_no_nan_in_any_figure(world: Path, kl_coef: float) -> None:
     """unsloth-zoo#1262."""
     from termrl.training.config import TrainingConfig
     from termrl.training.grpo import update_metrics
@@ -166,7 +167,7 @@ def test_a_batch_that_is_masked_whole_has_no_nan_in_any_figure(world: Path) -> N
         segment = Segment("s", (5, 6, 7), (0, 1, 1), (0.0, -0.5, -0.5), (-1, 0, 0), 0.8, 1)
         return Episode("t", 0, end_reason=EndReason.LENGTH, reward=reward, segments=(segment,))
 
-    config = TrainingConfig(mask_truncated=True, warmup_steps=0)
+    config = TrainingConfig(mask_truncated=True, warmup_steps=0, kl_coef=kl_coef)
     trainer = Trainer(world / "model", config, seed=0, threads=1)
     before = {name: tensor.clone() for name, tensor in trainer.merged_weights().items()}
     groups = [Group(0, "t", "f", (cut(1.0), cut(0.0)))]
