@@ -15,10 +15,11 @@ import pytest
 
 from termrl.agent.types import Episode
 from termrl.capture.segments import Segment
-from termrl.capture.upstreams import GenerateRequest, GenerateResult
+from termrl.capture.upstreams import GenerateRequest, GenerateResult, SamplingParams
 from termrl.config import TrainConfig
 from termrl.errors import RunError, SandboxStartError
 from termrl.rollout.groups import Group, build_batch
+from termrl.rollout.seeds import derive_seed
 from termrl.runs.files import read_jsonl
 from termrl.runs.metrics import rollout_metrics
 from termrl.runs.store import RunStore
@@ -140,6 +141,31 @@ def test_logprobs_at_temperature_06_are_those_of_the_sampling(
             own += (new - captured).exp().tolist()
     assert max(abs(ratio - 1) for ratio in ratios[0.6]) <= 1e-3
     assert max(abs(ratio - 1) for ratio in ratios[1.0]) > 0.05, "the temperature does make a difference"
+
+
+def test_any_recorded_turn_can_be_sampled_again_alone_from_its_record(
+    world: Path, shaken: tuple[Path, dict[str, Any], FaultyProvider]
+) -> None:
+    """AReaL#1523."""
+    from termrl.agent.episode import turn_seed
+    from termrl.engine.transformers import EmbeddedEngine
+
+    run = shaken[0]
+    engine = EmbeddedEngine(world / "model", threads=1)
+    episodes = {(e["group"], e["sample"]): e for e in read_jsonl(run / "episodes.jsonl") if e["step"] == 1}
+    rows = [row for row in rows_of(run, 1) if sum(row["loss_mask"])]
+    seen: set[tuple[int, ...]] = set()
+    for row in rows:
+        turn = episodes[row["group"], row["sample"]]["turns"][0]
+        places = [derive_seed(0, 1, row["task_id"], row["sample"] + 8 * n) for n in range(3)]
+        assert turn["seed"] in {turn_seed(seed, 0) for seed in places}, "n: how often the step had the task before"
+        start = row["loss_mask"].index(1)
+        sampled = tuple(row["token_ids"][start : start + turn["completion_tokens"]])
+        sampling = SamplingParams(0.6, max_tokens=4, seed=turn["seed"], stop_token_ids=(0, 2), stop_at_fence=True)
+        (again,) = engine.generate([GenerateRequest("again", tuple(row["token_ids"][:start]), sampling)])
+        assert (again.token_ids, again.finish_reason) == (sampled, turn["finish_reason"])
+        seen.add(sampled)
+    assert len(seen) > 4, "turns differ, so that a replay says something"
 
 
 def test_every_trained_row_begins_with_its_own_tasks_text(
