@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -331,6 +332,33 @@ async def test_a_thousand_calls_at_once_all_arrive_together() -> None:
     assert contents == [f"call {n}" for n in range(1000)]
     assert len(endpoint.bodies) == len(endpoint.clients) == 1000
     assert seconds < 30
+
+
+async def test_a_thousand_calls_at_once_cost_a_few_times_what_bare_http_costs() -> None:
+    """openai-python#1596; in CPU seconds, the server's included, so that a busy machine makes no difference."""
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        await asyncio.sleep(0.3)
+        return JSONResponse(completion(OK))
+
+    async def cpu_s(call: Callable[[int], Awaitable[object]]) -> float:
+        await call(0)
+        start = time.process_time()
+        for _ in range(2):  # on new connections, then on kept ones
+            await asyncio.gather(*(call(n) for n in range(1000)))
+        return time.process_time() - start
+
+    async with served(answer) as endpoint, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def bare(n: int) -> object:
+            async with http.post(f"{endpoint.url}/chat/completions", json={"messages": ASK, "seed": n}) as response:
+                return await response.json()
+
+        bare_s = await cpu_s(bare)
+    async with served(answer) as endpoint, chat_client(endpoint.url) as client:
+        policy = ChatPolicy(client, model="m")
+        own_s = await cpu_s(lambda n: policy.chat(ASK, max_tokens=8, seed=n))
+    assert own_s < 6 * bare_s, f"{own_s:.2f} s of CPU against {bare_s:.2f} s"
 
 
 async def test_the_client_is_closed_when_its_block_fails() -> None:
