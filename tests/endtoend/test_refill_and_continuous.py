@@ -11,10 +11,8 @@ import orjson
 import pytest
 
 from termrl.runs.files import read_jsonl
-from tests.endtoend.test_training_run import figures, run_here, state, tokens
+from tests.endtoend.test_training_run import figures, run_here, tokens
 from tests.endtoend.tiny import write_model, write_tasks
-
-__all__ = ["state"]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,26 +28,7 @@ from termrl.training.advantages import Sample
 from termrl.training.events import Silent
 from termrl.verifier.verdict import Cause, EndReason
 from tests.endtoend.faults import KINDS, FaultyProvider, faulty
-from tests.endtoend.tiny import write_model, write_tasks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def state() -> Iterator[Path]:
-    """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder / "model")
-    write_tasks(folder / "train", ("apple", "berry"))
-    write_tasks(folder / "held-out", ("cedar",), prefix="eval")
-    return folder
+from tests.endtoend.tiny import write_tasks
 
 
 def run_here(world: Path, run: Path, open_sandboxes: Any = open_provider, **overrides: object) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,31 +23,12 @@ from termrl.settings import load_settings, to_toml
 from termrl.training.events import Silent
 from tests.endtoend.faults import FaultyProvider, faulty
 from tests.endtoend.outcome import differences, outcome
-from tests.endtoend.tiny import write_model, write_tasks
+from tests.endtoend.tiny import write_tasks
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def state() -> Iterator[Path]:
-    """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder / "model")
-    write_tasks(folder / "train", ("apple", "berry"))
-    write_tasks(folder / "held-out", ("cedar",), prefix="eval")
-    return folder
 
 
 def flags(world: Path, **overrides: object) -> list[str]:

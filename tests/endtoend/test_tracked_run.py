@@ -9,11 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,12 @@ from termrl.runs.store import RunStore
 from termrl.runs.trackers import TrackerWatcher
 from termrl.settings import load_settings, to_toml
 from termrl.training.events import Silent, Together, Watcher
-from tests.endtoend.tiny import write_model, write_tasks
 
 SOURCE = Path(__file__).parents[2] / "src"
 
 
 def installed(*packages: str) -> bool:
     return all(importlib.util.find_spec(package) for package in packages)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def state() -> Iterator[Path]:
-    """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder / "model")
-    write_tasks(folder / "train", ("apple", "berry"))
-    write_tasks(folder / "held-out", ("cedar",), prefix="eval")
-    return folder
 
 
 def flags(world: Path) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,24 +25,10 @@ from tests.endtoend.tiny import write_model, write_tasks
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def state() -> Iterator[Path]:
-    """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder / "model")
-    write_model(folder / "mute", acts=False)
-    write_tasks(folder / "train", ("apple", "berry"))
-    write_tasks(folder / "held-out", ("cedar",), prefix="eval")
-    return folder
+def world(world: Path) -> Path:
+    write_model(world / "mute", acts=False)
+    return world
 
 
 def flags(world: Path, **overrides: object) -> list[str]:
