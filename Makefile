@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "setting up $(VENV) with $$found (about 2 GB; takes a few minutes, once)"; \
 	"$$found" -m venv "$(VENV)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[train,bubblewrap,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[train,bubblewrap,openenv,docker,dev]'
 	$(BIN)/python -m termrl.engine.bundled
 	@touch $@
 
