@@ -63,8 +63,26 @@ class SandboxStartError(SandboxError):
     cause = "sandbox_start"
 
 
+class ImageError(SandboxStartError):
+    """A sandbox's image could not be had: not pulled, not built, of another architecture."""
+
+    cause = "image_unavailable"
+
+
 class SandboxLostError(SandboxError):
     """A running sandbox died or stopped answering."""
+
+
+class EnvironmentLostError(SandboxError):
+    """An environment server went away, broke the protocol or did not answer in time; its episode is lost."""
+
+    cause = "environment_lost"
+
+
+class CapacityError(SandboxStartError):
+    """An environment server has no free slot."""
+
+    cause = "capacity"
 
 
 class CommandError(TermrlError):

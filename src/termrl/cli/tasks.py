@@ -121,7 +121,7 @@ def show(directory: Path, task_id: str, /) -> None:
         "folder": str(task.path),
         "family": task.family,
         "sandbox": _made_from(task),
-        "workdir": task.sandbox.workdir,
+        "workdir": task.sandbox.workdir or "the image's own",
         "network": task.sandbox.network_mode,
         "memory, storage": f"{_mib(task.sandbox.memory_mb)}, {_mib(task.sandbox.storage_mb)}",
         "agent limit": agent,

@@ -113,7 +113,7 @@ class TerminalEnvironment(Environment):
             "verifier_timeout_sec": task.verifier_timeout_s,
             "agent_timeout_sec": task.agent_timeout_s,
             "docker_image": task.sandbox.image,
-            "workdir": task.sandbox.workdir,
+            "workdir": self._sandbox.workdir,
         }
         return self._observe("reset", instruction=task.instruction, info=info)
 
@@ -136,7 +136,7 @@ class TerminalEnvironment(Environment):
             observation = await self._evaluate(action, self._task, self._sandbox)
         else:
             try:
-                observation = await self._act(action, self._task, self._sandbox, self._sessions)
+                observation = await self._act(action, self._sandbox, self._sessions)
             except CommandError as error:
                 observation = self._failed(action, error.message)
         self._state.last_output = observation.output
@@ -150,7 +150,7 @@ class TerminalEnvironment(Environment):
         """End the sandbox. Idempotent; a later reset starts anew."""
         await self._release(_CLOSED)
 
-    async def _act(self, action: Action, task: Task, sandbox: Sandbox, sessions: Sessions) -> Observation:
+    async def _act(self, action: Action, sandbox: Sandbox, sessions: Sessions) -> Observation:
         session_id = action.session_id or ""
         match action.action_type:
             case "exec" if action.block:
@@ -169,7 +169,7 @@ class TerminalEnvironment(Environment):
                 await sessions.kill(session_id)
                 return self._observe("kill", output=f"killed session {session_id}", session_id=session_id)
             case _:
-                return await self._write_file(action, task, sandbox)
+                return await self._write_file(action, sandbox)
 
     async def _exec(self, action: Action, sandbox: Sandbox) -> Observation:
         timeout_s = self._command_timeout_s if action.wait_seconds is None else max(action.wait_seconds, 0.001)
@@ -179,13 +179,13 @@ class TerminalEnvironment(Environment):
         error = f"the command timed out after {timeout_s:g} s and was killed" if result.timed_out else ""
         return self._observe("exec", output=output, success=not error, error=error, info=info)
 
-    async def _write_file(self, action: Action, task: Task, sandbox: Sandbox) -> Observation:
+    async def _write_file(self, action: Action, sandbox: Sandbox) -> Observation:
         data = action.content.encode("utf-8", "surrogateescape")
         if not action.file_path or "\0" in action.file_path:
             return self._failed(action, "write_file needs a file_path without NUL bytes")
         if len(data) > MAX_FILE_BYTES:
             return self._failed(action, f"content is over {MAX_FILE_BYTES} bytes")
-        target = posixpath.join(task.sandbox.workdir, action.file_path)
+        target = posixpath.join(sandbox.workdir, action.file_path)
         try:
             await sandbox.put_bytes(data, target)
         except (OSError, ValueError) as error:

@@ -17,8 +17,33 @@ from typing import Literal, Self
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
+# 86 of Terminal-Bench 2's 89 images have their working directory there.
+DEFAULT_WORKDIR = "/app"
 # What a backend can bound (see SandboxProvider.limits); files are bytes.
 RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
+
+
+@dataclass(frozen=True)
+class ImageBuild:
+    """An image that is built from ``context`` (its ``Dockerfile``) in at most ``timeout_s`` seconds."""
+
+    context: Path
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Healthcheck:
+    """A command that must succeed in a new sandbox before anyone acts in it. Times are seconds.
+
+    Failures within ``start_period_s`` are not counted; ``retries`` failures after it are the end.
+    """
+
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    start_period_s: float = 0.0
+    start_interval_s: float = 5.0
+    retries: int = 3
 
 
 @dataclass(frozen=True)
@@ -27,15 +52,23 @@ class SandboxSpec:
 
     Attributes:
         task_id: whose sandbox this is (for labels, messages and sweeping).
+        workdir: where commands start; ``None`` for the image's own, else :data:`DEFAULT_WORKDIR`
+            (:attr:`Sandbox.workdir` is what holds in a live sandbox).
         image: the task's ``docker_image``; a backend that cannot run it refuses by name.
+        build: what the image is built from where ``image`` is ``None``.
         host_userland: the task says that it runs on any host's bash and coreutils.
         files: a host folder whose contents are put into ``workdir`` at start, or ``None``.
         env: the image's and task's environment for every command.
+        user: who runs the agent's commands, a name or uid of the image; ``None`` for the image's own user.
+        healthcheck: what must succeed before the sandbox is handed out.
+        allowed_hosts: what ``network_mode = "allowlist"`` lets through.
+        gpus: how many GPUs the task wants.
     """
 
     task_id: str
-    workdir: str = "/app"
+    workdir: str | None = None
     image: str | None = None
+    build: ImageBuild | None = None
     host_userland: bool = False
     files: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +77,10 @@ class SandboxSpec:
     cpus: float | None = None
     pids: int | None = None
     network_mode: NetworkMode = "no-network"
+    allowed_hosts: tuple[str, ...] = ()
+    user: str | None = None
+    healthcheck: Healthcheck | None = None
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +111,11 @@ class Sandbox(abc.ABC):
 
     id: str
     spec: SandboxSpec
+
+    @property
+    def workdir(self) -> str:
+        """Where commands start."""
+        return self.spec.workdir or DEFAULT_WORKDIR
 
     @abc.abstractmethod
     async def exec(

@@ -19,7 +19,7 @@ from typing import Any
 
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
 from termrl.sandboxes import layout
-from termrl.sandboxes.base import SandboxProvider, SandboxSpec
+from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
 from termrl.sandboxes.client import START_S, ResidentSandbox, packed
@@ -184,7 +184,7 @@ class BubblewrapProvider(SandboxProvider):
         # Segments that nobody has attached outlive what the kernel kills for memory.
         bounds = (pids, watched_memory, memory << 19, storage_mb * _FILES_PER_MB)
         victims = sandbox.oom_score()
-        fields = [os.fsencode(spec.workdir), b"0" if victims is None else b"1"]
+        fields = [os.fsencode(spec.workdir or DEFAULT_WORKDIR), b"0" if victims is None else b"1"]
         fields += [*(str(bound).encode() for bound in bounds), _rlimits(pids, watched_memory)]
         with contextlib.ExitStack() as held:
             fds = [self._etc]

@@ -78,7 +78,7 @@ class ResidentSandbox(Sandbox):
         variables = {**layout.BASE_ENV, **({} if clean_env else self.spec.env), **(env or {})}
         entries = [os.fsencode(f"{key}={value}") for key, value in variables.items()]
         text = command.encode("utf-8", "surrogateescape")
-        where = os.fsencode(cwd or self.spec.workdir)
+        where = os.fsencode(cwd or self.workdir)
         if b"\0" in text or b"\0" in where or any(b"\0" in entry for entry in entries):
             raise CommandError("the command holds a NUL byte", hint="a shell command cannot hold one")
         fields = [f"{timeout_s:.6f}".encode(), str(output_limit).encode(), where, str(len(entries)).encode(), *entries]

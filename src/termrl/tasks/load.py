@@ -7,15 +7,12 @@ import warnings as python_warnings
 from pathlib import Path, PurePosixPath
 
 from termrl.errors import TaskError
-from termrl.sandboxes.base import NetworkMode, SandboxSpec
+from termrl.sandboxes.base import DEFAULT_WORKDIR, NetworkMode, SandboxSpec
 from termrl.tasks.config import TaskConfig, parse_config, unsupported
 from termrl.tasks.dockerfile import read_dockerfile
 from termrl.tasks.folder import check_tree, entries, read_text
 from termrl.tasks.ignore import IGNORE_FILE, excluded_paths
 from termrl.tasks.task import Task
-
-# Where the working directory is when nothing says: 86 of Terminal-Bench 2's 89 images have it there.
-DEFAULT_WORKDIR = "/app"
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _FETCHES = re.compile(r"(?<![\w./-])(?:[\w./]*/)?(curl|wget|apt|apt-get|pip3?|uv|uvx)(?![\w./-])")
@@ -153,8 +150,9 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
             f"{path}: nothing says what the sandbox is made from",
             hint='give environment.docker_image, environment/Dockerfile, or [metadata] termrl_userland = "host"',
         )
-    workdir = workdir or DEFAULT_WORKDIR
-    warnings += _check_workdir(workdir, path)
+    if workdir is None and host_userland:
+        workdir = DEFAULT_WORKDIR
+    warnings += _check_workdir(workdir or DEFAULT_WORKDIR, path)
     # With a Dockerfile the files are in the image already.
     upload = not dockerfile.is_file() and environment.is_dir() and any(environment.iterdir())
     name = config.task.short_name if config.task else path.name

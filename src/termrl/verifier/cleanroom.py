@@ -35,7 +35,7 @@ async def verify_in_clean_room(
     Raises:
         SandboxError: a sandbox was lost or could not be started.
     """
-    workdir = sandbox.spec.workdir
+    workdir = sandbox.workdir
     with tempfile.TemporaryDirectory(prefix="termrl-clean-room-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder, "tree")
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from termrl.sandboxes.base import SandboxSpec
+from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxSpec
 from termrl.tasks.env import resolve_env
 from termrl.tasks.task import Task
 from termrl.verifier.tamper import Changes
@@ -31,7 +31,7 @@ def verifier_environment(spec: SandboxSpec, task: Task, changes: Changes | None 
     env = dict(spec.env)
     path = env.get("PATH") or (changes.search_path if changes is not None else "")
     if path:
-        env["PATH"] = trusted_path(path, spec.workdir, changes)
+        env["PATH"] = trusted_path(path, spec.workdir or DEFAULT_WORKDIR, changes)
     env.update(verifier_variables(task))
     env["HOME"] = f"/tmp/termrl-verifier-{secrets.token_hex(8)}"
     return env

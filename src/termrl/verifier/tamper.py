@@ -185,7 +185,7 @@ async def look_at_processes(sandbox: Sandbox) -> dict[str, Any]:
 
 async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
     """Find what changed since ``baseline``. The policy's processes must be gone."""
-    workdir = sandbox.spec.workdir.rstrip("/") or "/"
+    workdir = sandbox.workdir.rstrip("/") or "/"
     search_path = sandbox.spec.env.get("PATH", "")
     script = _SCAN.format(
         search=shlex.quote(search_path),
@@ -221,7 +221,7 @@ async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
     That is configuration in the folders above /tests, and modules in the workdir that are named as pytest's. What
     the task itself brought stays, as does everything if the root is the workdir: there it may have been asked for.
     """
-    workdir = sandbox.spec.workdir.rstrip("/")
+    workdir = sandbox.workdir.rstrip("/")
     if not workdir:
         return
     modules = [f"{workdir}/{name}{suffix}" for name in PYTEST_MODULES for suffix in ("", ".py")]

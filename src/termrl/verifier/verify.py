@@ -152,7 +152,7 @@ async def _run_tests(
         result = await sandbox.exec(
             _DRIVER,
             timeout_s=max(budget - evidence.elapsed, 0.001),
-            cwd=sandbox.spec.workdir,
+            cwd=sandbox.workdir,
             env=env,
             clean_env=True,
             output_limit=2 * _TAIL_BYTES,

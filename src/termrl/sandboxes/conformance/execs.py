@@ -52,7 +52,7 @@ async def fresh_shell(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         await ask(sandbox, "cd /tmp; export x=1; f() { :; }; echo kept > file; sleep 300 >/dev/null 2>&1 &")
         found = await ask(sandbox, "pwd; echo [$x]; type -t f; cat /tmp/file")
-        same(found, f"{subject.spec.workdir}\n[]\nkept\n", "directory, variable, function, file")
+        same(found, f"{sandbox.workdir}\n[]\nkept\n", "directory, variable, function, file")
         same(await _sleepers(sandbox), ["300"], "background processes")
 
 
@@ -119,8 +119,8 @@ async def bad_cwd(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         for folder in ("/no/such", "/etc/passwd"):
             await _command_error(sandbox, "true", folder, cwd=folder)
-        await sandbox.exec(f"rm -r {subject.spec.workdir}", timeout_s=EXEC_S, cwd="/")
-        await _command_error(sandbox, "true", subject.spec.workdir)
+        await sandbox.exec(f"rm -r {sandbox.workdir}", timeout_s=EXEC_S, cwd="/")
+        await _command_error(sandbox, "true", sandbox.workdir)
         same((await sandbox.exec("pwd", timeout_s=EXEC_S, cwd="/")).output, "/\n", "the next command")
 
 
