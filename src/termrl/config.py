@@ -178,6 +178,9 @@ class RolloutConfig(Section):
         "join the running batch as they come, nothing waits for a slow command",
     )
     concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
+    retries: int = Field(
+        default=1, ge=0, le=10, description="times an episode that lost its environment is played again, from its start"
+    )
 
 
 class CheckpointConfig(Section):

@@ -214,6 +214,7 @@ def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[
         "steps": totals.steps,
         "episodes": totals.episodes,
         "dropped": dict(totals.dropped),
+        "retried": dict(totals.retried),
         "tokens_trained": totals.tokens_trained,
         "tokens_captured": totals.tokens_captured,
         "tokens_masked": sum(totals.masked.values()),
