@@ -9,9 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from termrl.agent.types import Limits
+from termrl.environment.address import Address
+from termrl.environment.remote_config import RemoteSettings
+from termrl.errors import ConfigError
 from termrl.rollout.bounded import Bounds
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
@@ -89,6 +92,33 @@ class SandboxConfig(Section):
 
     backend: str = Field(default="bubblewrap", description="which sandbox provider")
     settings: dict[str, Any] = Field(default={}, description="settings of that provider, passed on as they are")
+
+
+class EnvironmentConfig(RemoteSettings):
+    """Where environments are: in this process, or behind an OpenEnv server (docs/openenv.md)."""
+
+    url: str | None = Field(
+        default=None, description="OpenEnv server that runs the environments; also --env-url; none: see serve"
+    )
+    serve: bool = Field(
+        default=False,
+        description="without a url: start `termrl serve` for this run, which ends with it; false: no server",
+    )
+
+    @property
+    def remote(self) -> bool:
+        """Whether environments are behind a server."""
+        return self.serve or self.url is not None
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                Address.of(url)
+            except ConfigError as error:
+                raise ValueError(error.message) from None
+        return url
 
 
 class EpisodeConfig(Section):
@@ -234,6 +264,7 @@ class TrainConfig(Section):
     tasks: TasksConfig = TasksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     episode: EpisodeConfig = EpisodeConfig()
     verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -245,7 +276,9 @@ class TrainConfig(Section):
 
     def bounds(self) -> Bounds:
         """How long a rollout or an evaluation waits for environments and engine."""
-        return Bounds(self.episode.reset_s, self.episode.grace_s, self.stop.engine_s, self.stop.phase_s)
+        # a free slot is waited for within a reset
+        waiting_s = self.environment.capacity_wait_s if self.environment.remote else 0.0
+        return Bounds(self.episode.reset_s + waiting_s, self.episode.grace_s, self.stop.engine_s, self.stop.phase_s)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -253,6 +286,8 @@ class TrainConfig(Section):
             raise ValueError("evaluation.dir is required with tasks.dir: held-out tasks cannot be generated for it")
         if self.evaluation.dir is not None and self.tasks.dir is None:
             raise ValueError("evaluation.dir needs tasks.dir: the bundled suite brings its own held-out tasks")
+        if self.environment.url is not None and self.verify != VerifyConfig():
+            raise ValueError("verify.*: with environment.url verdicts are the server's: give it these settings there")
         both = set(self.tasks.families) & set(self.evaluation.untrained_families)
         if both:
             raise ValueError(

@@ -23,6 +23,7 @@ _VERBS = {
     "train": ("termrl.cli.train:train", "Train a model on terminal tasks by GRPO."),
     "tasks": ("termrl.cli.tasks:app", "Generate, list and show tasks."),
     "export": ("termrl.cli.export:export", "Write a run's model as a stand-alone folder or adapter."),
+    "probe": ("termrl.cli.probe:app", "Smoke-test an OpenEnv server."),
     "doctor": ("termrl.cli.doctor:app", "Check this machine and say how to fix what is missing."),
     "sweep": ("termrl.cli.sweep:app", "Remove what killed processes left behind."),
 }
