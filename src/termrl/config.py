@@ -276,9 +276,7 @@ class TrainConfig(Section):
 
     def bounds(self) -> Bounds:
         """How long a rollout or an evaluation waits for environments and engine."""
-        # a free slot is waited for within a reset
-        waiting_s = self.environment.capacity_wait_s if self.environment.remote else 0.0
-        return Bounds(self.episode.reset_s + waiting_s, self.episode.grace_s, self.stop.engine_s, self.stop.phase_s)
+        return Bounds(self.episode.reset_s, self.episode.grace_s, self.stop.engine_s, self.stop.phase_s)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

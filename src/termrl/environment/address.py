@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from termrl.errors import ConfigError
 
-TOKEN_VARIABLE = "TERMRL_ENV_TOKEN"
+TOKEN_VARIABLE = "TERMRL_TOKEN"
 
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _MAX_TOKEN_BYTES = 4096
@@ -60,7 +60,7 @@ class Address:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The bearer token in ``file``, else in ``$TERMRL_ENV_TOKEN``, else ``None``.
+    """The bearer token in ``file``, else in ``$TERMRL_TOKEN``, else ``None``.
 
     Raises:
         ConfigError: the file cannot be read, or holds no token of one line of printable ASCII.

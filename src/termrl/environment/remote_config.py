@@ -19,7 +19,7 @@ class RemoteSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     token_file: Path | None = Field(
-        default=None, description="file that holds the bearer token; none: $TERMRL_ENV_TOKEN, if set"
+        default=None, description="file that holds the bearer token; none: $TERMRL_TOKEN, if set"
     )
     fidelity: Fidelity = Field(
         default="auto",

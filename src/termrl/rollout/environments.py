@@ -179,6 +179,7 @@ class _Session(Environment):
         self._inner = inner
         self._tasks = tasks
         self._open = True
+        self.admission_s = inner.admission_s
         owner.live += 1
 
     async def reset(self, task_id: str, *, seed: int | None = None, episode_id: str | None = None) -> Observation:

@@ -12,10 +12,12 @@ from termrl.config import TrainConfig
 from termrl.environment.address import Address, read_token
 from termrl.environment.client import ClientOptions, EnvClient
 from termrl.environment.protocol import Action
+from termrl.environment.remote import RemoteEnvironmentFactory
 from termrl.environment.routes import get_json
-from termrl.errors import CapacityError, ConfigError, EnvironmentLostError, TaskError
+from termrl.environment.verdicts import verdict_of
+from termrl.errors import CapacityError, ConfigError, EnvironmentLostError, SandboxError, TaskError
 from termrl.rollout.pools import TaskPools
-from termrl.verifier.verdict import HARNESS
+from termrl.verifier.verdict import Outcome
 
 _NAMED = 10
 _LOOK_S = 1.0
@@ -31,7 +33,7 @@ async def check_server(config: TrainConfig, pools: TaskPools, say: Say) -> None:
 
     Raises:
         EnvironmentLostError: it does not answer.
-        ConfigError: it refuses the token, has too few sessions, or its verdicts may not be trained on.
+        ConfigError: it refuses the token, has too few sessions, or lets the policy read its tests.
         TaskError: it does not serve tasks of the run; names them.
     """
     settings = config.environment
@@ -43,7 +45,7 @@ async def check_server(config: TrainConfig, pools: TaskPools, say: Say) -> None:
         _check_tasks(server.url, list(pools.by_id), listed)
     await server.check_room(_sessions(config, pools), _memory_mb(pools, config), say)
     if listed is None:
-        await server.check_scoring(next(iter(pools.by_id)))
+        await _check_scoring(config, next(iter(pools.by_id)), say)
 
 
 class _Server:
@@ -128,30 +130,22 @@ class _Server:
             hint=f"--rollout.concurrency fewer (at least rollout.samples), or start the server with {there}",
         )
 
-    async def check_scoring(self, task_id: str) -> None:
-        """A server that is not ours: evaluate an untouched episode and look at who scored it."""
-        settings = self._settings
-        if settings.fidelity == "adapter" and settings.allow_exposed_tests:
-            return
-        options = ClientOptions(**{**vars(self._options), "capacity_wait_s": settings.capacity_wait_s})
-        async with EnvClient(self.url, options) as client:
-            try:
-                await client.reset(task_id)
-                answer = await client.step(Action(action_type="evaluate"))
-            except EnvironmentLostError as error:
-                raise EnvironmentLostError(f"{self.url}: {task_id}: {error.message}") from None
-        if answer.info.get("harness") == HARNESS and settings.fidelity != "adapter":
-            return
-        if settings.fidelity == "server":
-            raise ConfigError(
-                f"{self.url} does not score by {HARNESS} (it says {answer.info.get('harness')!r})",
-                hint="environment.fidelity = auto or adapter",
-            )
-        if not settings.allow_exposed_tests:
-            raise ConfigError(
-                f"{self.url} does not score by {HARNESS} and leaves the tests where the policy can read them",
-                hint="train on it nevertheless: --environment.allow-exposed-tests",
-            )
+
+async def _check_scoring(config: TrainConfig, task_id: str, say: Say) -> None:
+    """A server that is not ours: one reset and one evaluate of an untouched episode say who scores, and whether."""
+    settings = config.environment
+    assert settings.url is not None
+    environment = RemoteEnvironmentFactory(settings.url, settings=settings).create()
+    try:
+        await environment.reset(task_id)
+        answer = await environment.step(Action(action_type="evaluate"))
+    except SandboxError as error:
+        raise EnvironmentLostError(f"{settings.url}: {task_id}: {error.message}", hint=error.hint) from None
+    finally:
+        await environment.close()
+    verdict = verdict_of(answer)
+    if verdict.outcome is Outcome.NO_VERDICT:
+        say(f"{settings.url}: {task_id}: an untouched episode got no verdict ({verdict.cause}: {verdict.detail})")
 
 
 def _check_tasks(url: str, wanted: Sequence[str], served: frozenset[str]) -> None:

@@ -104,9 +104,7 @@ CAUSES = MappingProxyType(
         Cause.ENVIRONMENT_LOST: CauseRow(
             None, "the environment failed in any other way, or has no episode", replayed=True
         ),
-        Cause.CAPACITY: CauseRow(
-            None, "the environment server had no free slot", replayed=True, needs="an environment server"
-        ),
+        Cause.CAPACITY: CauseRow(None, "the environment server had no free slot in time", replayed=True),
         Cause.ENGINE_ERROR: CauseRow(None, "the policy's endpoint failed"),
         Cause.IMAGE_UNAVAILABLE: CauseRow(None, "an image could not be pulled", needs="a sandbox that pulls images"),
         Cause.BOOTSTRAP_FAILED: CauseRow(None, "the tests could not download or install what they need"),
