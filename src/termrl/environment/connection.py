@@ -134,7 +134,9 @@ class Connection:
         except ConnectionClosed:
             # what it said before it closed is still to be read
             await asyncio.wait({self._reader}, timeout=CLOSE_S)
-            raise self.lost or self._lose(EnvironmentLostError(_CLOSED)) from None
+            if not waiting.done() or waiting.exception() is not None:
+                raise self.lost or self._lose(EnvironmentLostError(_CLOSED)) from None
+            frame = waiting.result()
         except asyncio.CancelledError:
             self._lose(EnvironmentLostError("a call into the environment server was given up"))
             raise
