@@ -105,14 +105,15 @@ def state() -> Iterator[Path]:
 def server(state: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("probed")
     tasks = write_tasks(folder / "tasks", ("apple", "berry"))
-    (folder / "token").write_text("open-sesame\n")
+    (folder / "token").write_text("open-sesame-0123456789\n")
+    (folder / "token").chmod(0o600)
     arguments = ("--max-sessions", "3", "--token-file", str(folder / "token"))
     with served(tasks, arguments=arguments, TERMRL_STATE_DIR=str(state)) as server:
         yield server
 
 
 def test_a_server_of_ours_is_usable_and_each_stage_is_timed(server: Served, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("open-sesame")
+    (tmp_path / "token").write_text("open-sesame-0123456789")
     code, data = found(server.url, "--token-file", str(tmp_path / "token"), "--rounds", "5", "--task", "make-berry")
     assert (code, data["exit_code"], data["usable"], data["failed"]) == (0, 0, True, None)
     assert (data["kind"], data["canonical"]) == ("terminal", True)
@@ -129,7 +130,7 @@ def test_a_server_of_ours_is_usable_and_each_stage_is_timed(server: Served, tmp_
 
 
 def test_the_table_says_what_the_json_says(server: Served) -> None:
-    done = probe(server.url, "--sessions", "2", "--rounds", "2", TERMRL_ENV_TOKEN="open-sesame")
+    done = probe(server.url, "--sessions", "2", "--rounds", "2", TERMRL_TOKEN="open-sesame-0123456789")
     assert done.returncode == 0, done.stdout
     assert "terminal environment" in done.stdout and "median ms" in done.stdout and "p95 ms" in done.stdout
     assert "2 of 2 admitted" in done.stdout
@@ -138,14 +139,14 @@ def test_the_table_says_what_the_json_says(server: Served) -> None:
 
 @pytest.mark.parametrize(("token", "said"), [("wrong", "refuses the token"), ("", "wants a bearer token")])
 def test_a_wrong_or_missing_token_is_bad_input(server: Served, token: str, said: str) -> None:
-    done = probe(server.url, TERMRL_ENV_TOKEN=token)
+    done = probe(server.url, TERMRL_TOKEN=token)
     assert done.returncode == 2
     assert said in done.stderr and "hint" in done.stderr and "Traceback" not in done.stderr
-    assert "open-sesame" not in done.stderr + done.stdout
+    assert "open-sesame-0123456789" not in done.stderr + done.stdout
 
 
 def test_a_task_that_is_not_there_fails_the_reset(server: Served) -> None:
-    code, data = found(server.url, "--task", "make-nothing", TERMRL_ENV_TOKEN="open-sesame")
+    code, data = found(server.url, "--task", "make-nothing", TERMRL_TOKEN="open-sesame-0123456789")
     assert (code, data["failed"]) == (5, "reset")
     assert "make-nothing" in next(stage["error"] for stage in data["stages"] if stage["name"] == "reset")
 
@@ -153,12 +154,14 @@ def test_a_task_that_is_not_there_fails_the_reset(server: Served) -> None:
 def test_a_full_server_admits_nobody(server: Served) -> None:
     from termrl.environment.client import ClientOptions, SyncEnvClient
 
-    clients = [SyncEnvClient(server.url, ClientOptions(token="open-sesame", capacity_wait_s=30)) for _ in range(3)]
+    clients = [
+        SyncEnvClient(server.url, ClientOptions(token="open-sesame-0123456789", capacity_wait_s=30)) for _ in range(3)
+    ]
     try:
         for client in clients:
             client.connect()
             client.reset("make-apple")
-        code, data = found(server.url, TERMRL_ENV_TOKEN="open-sesame")
+        code, data = found(server.url, TERMRL_TOKEN="open-sesame-0123456789")
     finally:
         for client in clients:
             client.close()

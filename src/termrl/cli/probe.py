@@ -33,7 +33,7 @@ def probe(
     url
         http://HOST:PORT (or https, ws, wss) of the server.
     token_file
-        File with the bearer token; else $TERMRL_ENV_TOKEN, if set.
+        File with the bearer token; else $TERMRL_TOKEN, if set.
     task
         Task to reset to; else the server's own choice.
     sessions

@@ -45,7 +45,7 @@ def _get(address: Address, route: str, token: str | None, timeout_s: float) -> A
     if status in (401, 403):
         raise ConfigError(
             f"{address.http}{route}: the server {'refuses the token' if token else 'wants a bearer token'} ({status})",
-            hint="--token-file FILE (probe), environment.token_file (train), or $TERMRL_ENV_TOKEN",
+            hint="--token-file FILE (probe), environment.token_file (train), or $TERMRL_TOKEN",
         )
     if status != 200:
         raise EnvironmentLostError(f"{address.http}{route}: HTTP {status}")
