@@ -221,3 +221,13 @@ def test_an_action_is_made_up_from_any_schema() -> None:
     loop["$defs"] = {"X": {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"]}}
     assert "x" in made_up(loop)
     assert made_up({}) == {}
+
+
+@pytest.mark.parametrize(("kind", "canonical"), [("older_app", False), ("newer_app", True)])
+def test_of_other_terminal_environments_it_says_who_scores(kind: str, canonical: bool, tmp_path: Path) -> None:
+    from tests.environment import upstreams
+
+    tasks = write_tasks(tmp_path / "tasks", ("apple",))
+    with upstreams.hosted_in_thread(getattr(upstreams, kind)(tasks)) as url:
+        code, data = found(url, "--task", "make-apple", "--rounds", "2", "--sessions", "2")
+    assert (code, data["kind"], data["canonical"]) == (0, "terminal", canonical)

@@ -39,6 +39,7 @@ class ServerProcess:
         self._log = log
         self._start_s = start_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._begin = 0  # of what the process that runs now says, in the log
 
     @property
     def pid(self) -> int | None:
@@ -59,14 +60,27 @@ class ServerProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"the environment server {how}; its log: {self._log}"
 
-    async def start(self) -> str:
-        """Start it (again, after it ended); returns its URL once it accepts connections.
+    def spawn(self) -> None:
+        """Start it (again, after it ended) without waiting for anything."""
+        with self._log.open("ab") as log:
+            self._begin = log.tell()
+            # a session of its own: Ctrl-C in the terminal is the parent's to handle, who still needs its environments
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=_environ(),
+            )
+
+    async def listening(self) -> str:
+        """Its URL, once it accepts connections.
 
         Raises:
             EnvironmentLostError: it ended or did not accept in time; with the end of its log.
         """
-        await self.stop()
-        begin = self._spawn()
+        begin = self._begin
         try:
             async with asyncio.timeout(self._start_s):
                 while True:
@@ -105,20 +119,6 @@ class ServerProcess:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.shield(self.stop())
-
-    def _spawn(self) -> int:
-        """Start the process; returns where in the log it begins."""
-        with self._log.open("ab") as log:
-            # a session of its own: Ctrl-C in the terminal is the parent's to handle, who still needs its environments
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=_environ(),
-            )
-            return log.tell()
 
     def _written(self, begin: int) -> bytes:
         with self._log.open("rb") as log:

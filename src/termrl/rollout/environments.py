@@ -36,12 +36,14 @@ class Environments:
     Attributes:
         factory: gives each episode its environment.
         live: counts those that are up.
+        ready: returns once they can be made; raises :class:`~termrl.errors.EnvironmentLostError` if they cannot.
         recover: returns once environments can be had again after one was lost; ``None`` where there is nothing to
             wait for.
     """
 
     factory: EnvironmentFactory
     live: Callable[[], int]
+    ready: Callable[[], Awaitable[None]]
     recover: Callable[[], Awaitable[None]] | None = None
 
 
@@ -70,12 +72,12 @@ async def open_environments(
     settings, url = config.environment, config.environment.url
     if url is not None:
         remote = RemoteEnvironments(url, settings, tasks)
-        yield Environments(remote, lambda: remote.live, remote.recover)
+        yield Environments(remote, lambda: remote.live, _at_once, remote.recover)
         return
     async with ServerProcess(write_serve_settings(config, tasks, run), log=run / LOG) as child:
+        child.spawn()
         remote = RemoteEnvironments(None, settings, tasks, child=child)
-        await remote.start()
-        yield Environments(remote, lambda: remote.live, remote.recover)
+        yield Environments(remote, lambda: remote.live, remote.ready, remote.recover)
 
 
 @asynccontextmanager
@@ -88,14 +90,18 @@ async def _here(
         factory = LocalEnvironmentFactory(
             tasks, provider, command_timeout_s=config.episode.command_timeout_s, rules=config.verify.rules()
         )
-        yield Environments(factory, lambda: provider.live)
+        yield Environments(factory, lambda: provider.live, _at_once)
+
+
+async def _at_once() -> None:
+    """Nothing is to be waited for."""
 
 
 class RemoteEnvironments:
     """The environments of one server, which may go and come back.
 
     Args:
-        url: where the server is; ``None`` until :meth:`start` has started ``child``.
+        url: where the server is; ``None`` where that is known only once ``child`` is :meth:`ready`.
         settings: how it is talked to.
         tasks: what the run believes the tasks to be, by id; an instruction that differs ends the run.
         child: the server, where it is this run's own. It is started again when it ends, a bounded number of times.
@@ -120,14 +126,14 @@ class RemoteEnvironments:
         if url is not None:
             self._connect(url)
 
-    async def start(self) -> None:
-        """Start the child.
+    async def ready(self) -> None:
+        """Wait for the child, which was started.
 
         Raises:
-            EnvironmentLostError: it does not start.
+            EnvironmentLostError: it ended, or does not accept connections in time.
         """
         assert self._child is not None
-        self._connect(await self._child.start())
+        self._connect(await self._child.listening())
 
     def create(self) -> Environment:
         """A new session, not yet reset.
@@ -158,7 +164,9 @@ class RemoteEnvironments:
                 if self._restarts >= _RESTARTS:
                     return False
                 self._restarts += 1
-                await self.start()
+                await self._child.stop()
+                self._child.spawn()
+                await self.ready()
             await get_json(self._address, "/health", token=self._token, timeout_s=self._settings.connect_timeout_s)
         except (EnvironmentLostError, ConfigError):
             return False

@@ -170,13 +170,17 @@ async def open_parts(
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
 
-    trainer = Trainer(model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path)
-    if checkpoint is not None:
-        trainer.load_state_dict(checkpoint.trainer)
-    engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
+        # first, so that a server starts while the model is loaded
         opened = open_environments(config, pools.by_id, run, open_sandboxes=open_sandboxes)
         environments = await stack.enter_async_context(opened)
+        trainer = Trainer(
+            model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path
+        )
+        if checkpoint is not None:
+            trainer.load_state_dict(checkpoint.trainer)
+        engine = EmbeddedEngine(model, threads=config.model.threads)
+        await environments.ready()
         (watcher or Silent()).sandboxes(environments.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(_bounded, upstream.aclose)
