@@ -9,9 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from termrl.agent.types import Limits
+from termrl.environment.address import Address
+from termrl.environment.remote_config import RemoteSettings
+from termrl.errors import ConfigError
 from termrl.rollout.bounded import Bounds
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
@@ -89,6 +92,33 @@ class SandboxConfig(Section):
 
     backend: str = Field(default="bubblewrap", description="which sandbox provider")
     settings: dict[str, Any] = Field(default={}, description="settings of that provider, passed on as they are")
+
+
+class EnvironmentConfig(RemoteSettings):
+    """Where environments are: in this process, or behind an OpenEnv server (docs/openenv.md)."""
+
+    url: str | None = Field(
+        default=None, description="OpenEnv server that runs the environments; also --env-url; none: see serve"
+    )
+    serve: bool = Field(
+        default=False,
+        description="without a url: start `termrl serve` for this run, which ends with it; false: no server",
+    )
+
+    @property
+    def remote(self) -> bool:
+        """Whether environments are behind a server."""
+        return self.serve or self.url is not None
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                Address.of(url)
+            except ConfigError as error:
+                raise ValueError(error.message) from None
+        return url
 
 
 class EpisodeConfig(Section):
@@ -178,6 +208,9 @@ class RolloutConfig(Section):
         "join the running batch as they come, nothing waits for a slow command",
     )
     concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
+    retries: int = Field(
+        default=1, ge=0, le=10, description="times an episode that lost its environment is played again, from its start"
+    )
 
 
 class CheckpointConfig(Section):
@@ -231,6 +264,7 @@ class TrainConfig(Section):
     tasks: TasksConfig = TasksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     episode: EpisodeConfig = EpisodeConfig()
     verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -250,6 +284,8 @@ class TrainConfig(Section):
             raise ValueError("evaluation.dir is required with tasks.dir: held-out tasks cannot be generated for it")
         if self.evaluation.dir is not None and self.tasks.dir is None:
             raise ValueError("evaluation.dir needs tasks.dir: the bundled suite brings its own held-out tasks")
+        if self.environment.url is not None and self.verify != VerifyConfig():
+            raise ValueError("verify.*: with environment.url verdicts are the server's: give it these settings there")
         both = set(self.tasks.families) & set(self.evaluation.untrained_families)
         if both:
             raise ValueError(

@@ -97,6 +97,9 @@ class TrainDisplay:
         if dropped:
             causes = ", ".join(f"{count:.0f} {cause}" for cause, count in dropped.items())
             self._print(f"        dropped without a verdict: {causes}")
+        retried = sum(v for k, v in metrics.items() if k.startswith("rollout/episodes_retried/"))
+        if retried:
+            self._print(f"        lost their environment and were played again: {retried:.0f}")
 
     def evaluated(self, name: str, scores: EvalScores) -> None:
         """An evaluation is recorded."""
