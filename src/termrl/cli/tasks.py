@@ -108,7 +108,7 @@ def show(directory: Path, task_id: str, /) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from termrl.tasks import TaskSet, digest
+    from termrl.tasks import TaskSet
     from termrl.tasks.folder import entries
 
     task = TaskSet.load(directory, skip_broken=True).only([task_id])[task_id]
@@ -129,7 +129,7 @@ def show(directory: Path, task_id: str, /) -> None:
         "tests use the network": "yes" if task.tests_use_network else "no",
         "solution": "yes" if task.solution else "no",
         "files": "\n".join(name for name, path in entries(task.path) if not path.is_dir()),
-        "digest": digest(task.path),
+        "digest": task.digest,
     }
     table.add_column()
     table.add_column(overflow="fold")

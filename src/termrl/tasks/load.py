@@ -12,6 +12,7 @@ from termrl.tasks.config import TaskConfig, parse_config, unsupported
 from termrl.tasks.dockerfile import read_dockerfile
 from termrl.tasks.folder import check_tree, entries, read_text
 from termrl.tasks.ignore import IGNORE_FILE, excluded_paths
+from termrl.tasks.seal import Seal
 from termrl.tasks.task import Task
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -38,6 +39,7 @@ def _load(path: Path) -> Task:
     if not toml.is_file():
         raise TaskError(f"{path}: no task.toml", hint="a task is a folder with task.toml, instruction.md and tests/")
     check_tree(path)
+    seal = Seal(path)
     config, warnings = parse_config(read_text(toml), str(toml))
     refused = [f"{toml}: {feature}" for feature in unsupported(config)] + _unsupported_files(path)
     if refused:
@@ -63,6 +65,7 @@ def _load(path: Path) -> Task:
         tests_use_network=_tests_use_network(path / "tests" / "test.sh", sandbox.network_mode),
         metadata=dict(config.metadata),
         warnings=tuple(warnings),
+        seal=seal,
     )
 
 
