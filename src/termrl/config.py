@@ -66,7 +66,16 @@ class TasksConfig(Section):
     skip_broken: bool = Field(
         default=False, description="leave broken task folders out instead of refusing the whole set"
     )
+    validation: tuple[Path, ...] = Field(
+        default=(),
+        description="reports of termrl validate: every task, held-out ones too, must be sound by one of them",
+    )
+    allow_unsound: bool = Field(default=False, description="take tasks that the reports do not call sound, too")
     curriculum: CurriculumConfig = CurriculumConfig()
+
+    def reports(self) -> tuple[Path, ...]:
+        """The reports that tasks are held against."""
+        return () if self.allow_unsound else self.validation
 
 
 class EvaluationConfig(Section):

@@ -83,15 +83,17 @@ class Filters:
 
     def wants(self, task: Task) -> bool:
         """Whether the task is to be kept."""
-        names = (task.id, task.path.name)
         difficulty = str(task.metadata.get("difficulty", "")).lower()
         return (
-            (not self.include or _matches(names, self.include))
-            and not _matches(names, self.exclude)
+            self.wants_name(task.id, task.path.name)
             and (not self.difficulty or difficulty in {word.lower() for word in self.difficulty})
             and (not self.image or _matches((task.sandbox.image or "",), self.image))
             and (not self.network or task.sandbox.network_mode in self.network)
         )
+
+    def wants_name(self, *names: str) -> bool:
+        """Whether a task with these names is to be kept, as far as names go."""
+        return (not self.include or _matches(names, self.include)) and not _matches(names, self.exclude)
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,9 @@ def _check_target(into: Path, *, force: bool) -> None:
     if not any(into.iterdir()):
         return
     if not (into / LOCK_FILE).is_file():
-        raise TaskError(f"{into}: not empty, and holds no fetched tasks", hint="name another --into, or remove it first")
+        raise TaskError(
+            f"{into}: not empty, and holds no fetched tasks", hint="name another --into, or remove it first"
+        )
     if not force:
         raise TaskError(f"{into}: holds fetched tasks already", hint="--force replaces them")
 

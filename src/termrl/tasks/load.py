@@ -69,6 +69,17 @@ def _load(path: Path) -> Task:
     )
 
 
+def cannot_pass(tests: Path) -> list[str]:
+    """What in a task's ``tests/`` bash or Python cannot even read, each as ``file: why``."""
+    found = []
+    if b"\r\n" in (tests / "test.sh").read_bytes():
+        found.append("test.sh: has Windows line ends (CRLF): bash will not understand it")
+    for name, file in entries(tests):
+        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
+            found.append(f"{name}: {line}: tests that need it can never pass")
+    return found
+
+
 def strip_canary(text: str) -> str:
     """Drop leading comment lines that carry a benchmark canary, and the blank lines after them."""
     lines = text.split("\n")
@@ -108,11 +119,7 @@ def _check_tests(path: Path) -> list[str]:
     raw = script.read_bytes()
     if not raw.strip():
         raise TaskError(f"{script}: empty")
-    if b"\r\n" in raw:
-        warnings.append(f"{script}: has Windows line ends (CRLF): bash will not understand it")
-    for name, file in entries(tests):
-        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
-            warnings.append(f"{tests / name}: {line}: tests that need it can never pass")
+    warnings += [f"{tests}/{reason}" for reason in cannot_pass(tests)]
     if (path / IGNORE_FILE).exists():
         warnings.append(f"{path / IGNORE_FILE}: not used: only rules in tests/ and solution/ are")
     return warnings

@@ -38,9 +38,10 @@ class Lock:
 
     def complaints(self, found: Mapping[str, str]) -> dict[str, str]:
         """What is wrong with the tasks that were found (id → digest), by id."""
-        wrong = {name: "changed since it was locked" for name, digest in self.tasks.items() if found.get(name) != digest}
-        wrong |= {name: "is locked, but not there" for name in self.tasks.keys() - found.keys()}
-        wrong |= {name: "is not locked" for name in found.keys() - self.tasks.keys()}
+        changed = {name for name, digest in self.tasks.items() if found.get(name) != digest}
+        wrong = dict.fromkeys(sorted(changed), "changed since it was locked")
+        wrong |= dict.fromkeys(sorted(self.tasks.keys() - found.keys()), "is locked, but not there")
+        wrong |= dict.fromkeys(sorted(found.keys() - self.tasks.keys()), "is not locked")
         return {name: f"{why} ({LOCK_FILE}; {_HINT})" for name, why in wrong.items()}
 
 

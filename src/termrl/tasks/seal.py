@@ -111,6 +111,6 @@ def _digest(manifest: Mapping[str, tuple[bytes, ...]]) -> str:
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-    words = [name if name in then and name in now else f"{name} ({'gone' if name in then else 'new'})" for name in names]
+    words = [f"{name}{' (gone)' if name not in now else ' (new)' if name not in then else ''}" for name in names]
     more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
     return ", ".join(words[:_NAMED]) + more

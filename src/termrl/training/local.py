@@ -23,6 +23,7 @@ from termrl.runs.store import RunStore, versions
 from termrl.sandboxes import SandboxProvider, open_provider
 from termrl.training import checkpoints
 from termrl.training.events import Silent, Watcher
+from termrl.validation.gate import check_sound
 
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
@@ -62,6 +63,7 @@ def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
     check_families(config)
     opening(config.episode.opening)
     pools = load_pools(config) if config.tasks.dir is not None else None
+    check_sound(config.tasks.reports(), pools.by_id if pools is not None else {})
     asyncio.run(_check_sandbox(config, pools))
     return ensure_model(config.model.path), pools
 
@@ -105,6 +107,7 @@ async def train(
     progress = Progress.from_state(checkpoint.loop) if checkpoint is not None else Progress()
     if pools is None:
         pools = _bundled_pools(config, store.path / "tasks")
+        check_sound(config.tasks.reports(), pools.by_id)
     base = {"name": config.model.path, "sha256": model_sha256(model)}
     check_inputs(store.path, model=base["sha256"], tasks=pools.by_id)
     if resume:
