@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -215,7 +214,7 @@ class _Display:
 
 def show(console: Console, report: Report) -> None:
     """Print a report as tables."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="seconds in the mean", caption_justify="left")
+    table = Table(box=None, pad_edge=False, caption="mean seconds", caption_justify="left")
     table.add_column("task", overflow="fold")
     for column in ("status", "oracle", "untouched"):
         table.add_column(column, no_wrap=True)

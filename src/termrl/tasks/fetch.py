@@ -131,7 +131,7 @@ def parse_source(text: str) -> Source:
     if _URL.fullmatch(place):
         return Source(place, ref)
     folder = Path(place)
-    if not folder.is_dir():
+    if not place or not folder.is_dir():
         raise TaskError(
             f"{text}: neither a known set, a git URL nor a folder",
             hint=f"known sets: {', '.join(KNOWN)}; a version is given as NAME@COMMIT",

@@ -72,8 +72,10 @@ class Journal:
         append_jsonl(self._path, [attempt.model_dump(mode="json")])
 
     def close(self) -> None:
-        """Give the journal free. Idempotent."""
+        """Give the journal free; an empty one is removed. Idempotent."""
         if self._lock >= 0:
+            if os.fstat(self._lock).st_size == 0:
+                self._path.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
 

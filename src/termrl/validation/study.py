@@ -85,7 +85,9 @@ class Study:
                 self._attempts[attempt.task_id].append(attempt)
         for name, why in self.tasks.broken.items():
             self._results[name] = TaskReport(status=Status.BROKEN, detail=why)
-        self._left = {task.id: deque(self._wanted(task)) for task in self.tasks.values()}
+        self._left: dict[str, deque[tuple[Kind, int]]] = {
+            task.id: deque(self._wanted(task)) for task in self.tasks.values()
+        }
         self._running: dict[str, int] = defaultdict(int)
 
     async def run(self) -> Report:
@@ -97,7 +99,9 @@ class Study:
         self.follower.planned(sum(len(left) for left in self._left.values()), kept)
         for task in self.tasks.values():
             self._settle(task)
-        queue = deque((task, kind, n) for task in self.tasks.values() for kind, n in self._left[task.id])
+        queue: deque[tuple[Task, Kind, int]] = deque(
+            (task, kind, n) for task in self.tasks.values() for kind, n in self._left[task.id]
+        )
 
         async def worker() -> None:
             while queue and not self._stopped:
