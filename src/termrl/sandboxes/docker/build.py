@@ -173,12 +173,12 @@ def build_with_engine(client: docker.DockerClient, plan: BuildPlan, *, closing: 
                 stopped = _stopped(deadline, plan, closing)
                 if stopped:
                     break
-        except requests.exceptions.RequestException as error:
-            stopped = _stopped(deadline, plan, closing) or f"the daemon does not answer: {error}"
-        except docker.errors.DockerException as error:
-            log.feed(str(error).encode())
+        except docker.errors.APIError as error:
+            log.feed(str(error.explanation).encode())
             log.flush()
             raise BuildFailed(log.tail()) from None
+        except (requests.exceptions.RequestException, docker.errors.DockerException) as error:
+            stopped = _stopped(deadline, plan, closing) or f"the daemon does not answer: {error}"
         log.flush()
         if stopped:
             raise BuildFailed(log.tail(), stopped=stopped)

@@ -116,8 +116,9 @@ class ImageStore:
                 entry.failure, entry.failed_at = error, time.monotonic()
                 raise _for_task(spec, error) from error
             except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+                said = error.explanation if isinstance(error, docker.errors.APIError) else error
                 raise SandboxStartError(
-                    f"{spec.task_id}: the Docker daemon failed: {error}", hint="termrl doctor --sandbox docker"
+                    f"{spec.task_id}: the Docker daemon failed: {said}", hint="termrl doctor --sandbox docker"
                 ) from error
             return entry.image
 
