@@ -25,7 +25,6 @@ _INLINE = 60_000
 _FILES_S = 120.0
 _GRACE_S = 15.0
 _MAX_GET = 1 << 30
-_PARTING_S = 1.0
 
 # The fields of the resident's answer, and the data that came before it.
 Answer = tuple[list[bytes], bytes]
@@ -38,17 +37,19 @@ class Line:
         who: whose line it is, for messages.
         numbers: gives every request its number; the lines of one sandbox share it, because commands' process trees
             are told apart by it.
+        parting_s: how long whoever started the resident may take to say how it ended.
 
     Attributes:
         started: done when the resident has said its first word.
         lost: why nothing can be asked any more, or ``None``.
     """
 
-    def __init__(self, who: str, numbers: Iterator[int]) -> None:
+    def __init__(self, who: str, numbers: Iterator[int], *, parting_s: float = 1.0) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost: str | None = None
         self._who = who
         self._numbers = numbers
+        self._parting_s = parting_s
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._parts: dict[int, bytearray] = {}
         self._channel: Channel | None = None
@@ -81,16 +82,27 @@ class Line:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def exec(
-        self, command: str, variables: Mapping[str, str], cwd: str, *, timeout_s: float, output_limit: int
+        self,
+        command: str,
+        variables: Mapping[str, str],
+        cwd: str,
+        *,
+        timeout_s: float,
+        output_limit: int,
+        number: int | None = None,
     ) -> ExecResult:
-        """As :meth:`termrl.sandboxes.base.Sandbox.exec`, with the whole environment in ``variables``."""
+        """As :meth:`termrl.sandboxes.base.Sandbox.exec`, with the whole environment in ``variables``.
+
+        Args:
+            number: what its process tree is known by, drawn from the line's numbers; the next one when ``None``.
+        """
         entries = [os.fsencode(f"{key}={value}") for key, value in variables.items()]
         text = command.encode("utf-8", "surrogateescape")
         where = os.fsencode(cwd)
         if b"\0" in text or b"\0" in where or any(b"\0" in entry for entry in entries):
             raise CommandError("the command holds a NUL byte", hint="a shell command cannot hold one")
         fields = [f"{timeout_s:.6f}".encode(), str(output_limit).encode(), where, str(len(entries)).encode(), *entries]
-        number = next(self._numbers)
+        number = next(self._numbers) if number is None else number
         with contextlib.ExitStack() as held:
             fds = []
             if len(text) + sum(map(len, entries)) > _INLINE:
@@ -206,7 +218,11 @@ class Line:
 
     def _gone(self) -> None:
         # Who started it says in a moment how it ended; do not wait for that for ever.
-        asyncio.get_running_loop().call_later(_PARTING_S, self.lose, "its first process ended")
+        why = "its first process ended"
+        if not self._parting_s:
+            self.lose(why)
+        else:
+            asyncio.get_running_loop().call_later(self._parting_s, self.lose, why)
 
     def _error(self) -> SandboxLostError:
         return SandboxLostError(f"{self._who}: {self.lost}")
@@ -279,8 +295,6 @@ def _refusal(kind: bytes, message: str) -> Exception:
 def _fill(stream: int, folder: Path) -> None:
     """Unpack into a host folder that the sandboxes' user must be able to read."""
     archive.unpack(stream, os.fsencode(folder))
-    if os.geteuid() != 0:
-        return
     for path in folder.rglob("*"):
         if not path.is_symlink():
             mode = path.stat().st_mode
