@@ -81,7 +81,7 @@ async def test_a_run_ends_with_the_name_of_the_task(provider: SandboxProvider, t
         environments=LocalEnvironmentFactory(tasks, provider),
         sessions=Sessions(tasks),
         gate=None,
-        opening=Opening("act", ()),
+        opening=Opening(({"role": "system", "content": "act"},)),
         concurrency=2,
     )
     attempts = [Attempt(task_id="good", family="f", group=0, sample=n, seed=n, order=n) for n in range(2)]

@@ -36,7 +36,8 @@ def add_all_kinds(folder: Path) -> dict[str, str]:
         test=f"python3 /tests/check.py && echo 1 > {reward} || echo 0 > {reward}\n",
         tests__check_dot_py="def f(:\n",
     )
-    add(folder, "windows", test=f"echo 1 > {reward}\r\n\r\n")
+    add(folder, "half-windows", test=f"#!/bin/bash\nif true; then\r\n  echo 1 > {reward}\nfi\n")
+    add(folder, "windows", test=f"#!/bin/bash\r\necho 1 > {reward}\r\n")
     add(folder, "mute", test="echo nothing to say\n")
     add(folder, "hangs", test="sleep 60\n", toml=TOML.replace("20.0", "0.5"))
     add(folder, "downloads", test="echo 'curl: (6) Could not resolve host: x' # curl x\n")
@@ -51,7 +52,8 @@ def add_all_kinds(folder: Path) -> dict[str, str]:
         "gift": "passes_untouched",
         "unsolved": "no_solution",
         "unreadable": "tests_cannot_pass",
-        "windows": "tests_cannot_pass",
+        "half-windows": "tests_cannot_pass",
+        "windows": "broken",
         "mute": "no_test_verdict",
         "hangs": "no_test_verdict",
         "downloads": "bootstrap_failed",

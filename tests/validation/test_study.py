@@ -70,7 +70,7 @@ async def test_every_kind_of_task_gets_its_status(provider: SandboxProvider, tmp
     assert wrong.detail == "the tests give 0 after the solution, which ended with exit status 3"
     assert "solve.sh (exit status 3):\ntried" in wrong.log_tail and "test.sh:\nnot done" in wrong.log_tail
     assert by_name["unreadable"].detail.startswith("check.py: SyntaxError at line 1")
-    assert "CRLF" in by_name["windows"].detail
+    assert "CRLF" in by_name["half-windows"].detail
     assert "no verdict within 0.5 s" in by_name["hangs"].detail
     assert by_name["downloads"].causes == {"bootstrap_failed": 4} and by_name["downloads"].retries == 8
     assert "network_mode public" in by_name["wants-network"].detail

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ def digest(folder: Path) -> str:
     its original. Neither does what never reaches a sandbox: what ``.harborignore`` leaves out, and ``.git``.
     """
     return _digest(_manifest(folder))
+
+
+def tree_digest(folder: Path) -> str:
+    """SHA-256 (hex) over everything in a folder, with all permission bits: what an image is made of by copying it."""
+    return _digest({name: _facts(path, modes=True) for name, path in sorted(entries(folder))})
 
 
 class Seal:
@@ -84,21 +90,23 @@ def _stats(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _manifest(folder: Path) -> dict[str, tuple[bytes, ...]]:
     """What stands at each path that counts, paths in order."""
-    return dict(sorted(_counted(folder)))
-
-
-def _counted(folder: Path) -> Iterator[tuple[str, tuple[bytes, ...]]]:
     ignored = {f"{part}/{name}" for part in ("tests", "solution") for name in excluded_paths(folder / part)}
-    for name, path in entries(folder):
-        if name in ignored or _NOT_THE_TASK in name.split("/"):
-            continue
-        if path.is_symlink():
-            yield name, (b"link", os.fsencode(path.readlink()))
-        elif path.is_dir():
-            yield name, (b"folder",)
-        else:
-            runs = b"x" if path.stat().st_mode & 0o100 else b"-"
-            yield name, (b"file", runs, hashlib.sha256(path.read_bytes()).digest())
+    return {
+        name: _facts(path, modes=False)
+        for name, path in sorted(entries(folder))
+        if name not in ignored and _NOT_THE_TASK not in name.split("/")
+    }
+
+
+def _facts(path: Path, *, modes: bool) -> tuple[bytes, ...]:
+    if path.is_symlink():
+        return b"link", os.fsencode(path.readlink())
+    mode = path.stat().st_mode
+    all_bits = b"%o" % stat.S_IMODE(mode)
+    if path.is_dir():
+        return (b"folder", all_bits) if modes else (b"folder",)
+    bits = all_bits if modes else b"x" if mode & 0o100 else b"-"
+    return b"file", bits, hashlib.sha256(path.read_bytes()).digest()
 
 
 def _digest(manifest: Mapping[str, tuple[bytes, ...]]) -> str:
