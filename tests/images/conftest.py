@@ -3,49 +3,55 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import docker
-import docker.errors
 import pytest
 
 from termrl.sandboxes.base import ImageBuild, SandboxSpec
-from termrl.sandboxes.docker.builds import LABEL, REPOSITORY
+from termrl.sandboxes.docker.builds import REPOSITORY
 from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
+from tests.docker import IMAGE
 from tests.images.registry import TinyRegistry, serving
 
-BASE = "termrl-test/base:bookworm"
+BASE = IMAGE
 
 
 @pytest.fixture(scope="session")
-def client() -> Iterator[docker.DockerClient]:
-    try:
-        client = docker.from_env()
-        client.ping()
-    except docker.errors.DockerException as error:
-        pytest.skip(f"no Docker daemon: {error}")
-    try:
-        client.images.get(BASE)
-    except docker.errors.ImageNotFound:
-        pytest.skip(f"the daemon lacks the base image {BASE}")
+def client(docker_image: str) -> Iterator[docker.DockerClient]:
+    client = docker.from_env()
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def state() -> Iterator[Path]:
+    """A state folder that other users may walk into."""
+    folder = Path(tempfile.mkdtemp(prefix="termrl-test-", dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
 def marker(client: docker.DockerClient) -> Iterator[str]:
     """A word that a test's Dockerfiles hold, so that their images are of this test alone; they are removed."""
-    before = {tag for image in client.images.list(name=REPOSITORY) for tag in image.tags}
-    yield uuid.uuid4().hex
-    for image in client.images.list(name=REPOSITORY, filters={"label": LABEL}):
+    word = uuid.uuid4().hex
+    yield word
+    remove_images(client, f"termrl.marker={word}")
+
+
+def remove_images(client: docker.DockerClient, label: str) -> None:
+    """Remove the built images with ``label``."""
+    for image in client.images.list(name=REPOSITORY, filters={"label": label}):
         for tag in image.tags:
-            # Another test's image may go meanwhile.
-            if tag not in before and image.labels.get("termrl.test") == str(os.getpid()):
-                client.images.remove(tag, force=True)
+            client.images.remove(tag, force=True)
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def context(tmp_path: Path, marker: str) -> Callable[..., SandboxSpec]:
     def write(dockerfile: str, *, name: str = "made", timeout_s: float = 60.0, **files: str) -> SandboxSpec:
         folder = tmp_path / name / "environment"
         folder.mkdir(parents=True, exist_ok=True)
-        label = f'LABEL termrl.test="{os.getpid()}" termrl.marker="{marker}"\n'
+        label = f'LABEL termrl.marker="{marker}"\n'
         (folder / "Dockerfile").write_text(dockerfile.rstrip() + "\n" + label)
         for file, text in files.items():
             (folder / file).write_text(text)

@@ -123,13 +123,8 @@ def test_an_extra_authority_is_trusted_in_steps_and_leaves_no_trace(
     COPY --from=one /seen /seen
     """
     image = store(ca_file=tmp_path / "ca.pem").ensure(context(textwrap.dedent(dockerfile)))
-    assert run(
-        client, image.id, "cat /seen /tmp/seen; env | grep -c -e CERT -e CA_ -e APT_; ls /dev | grep termrl"
-    ).split() == [
-        "1",
-        "1",
-        "0",
-    ]
+    left = run(client, image.id, "cat /seen /tmp/seen; env | grep -e CERT -e CA_ -e APT_; ls /dev | grep termrl; true")
+    assert left == "1\n1\n"
     assert "termrl-ca.pem" in run(client, image.id, "cat /tmp/apt")
     with pytest.raises(ImageError, match=r"images\.ca_file: .*nowhere\.pem: cannot be read"):
         store(ca_file=tmp_path / "nowhere.pem").ensure(context(f"FROM {BASE}\nRUN true\n", name="other"))

@@ -142,14 +142,14 @@ def test_an_alias_stands_for_every_spelling_of_a_name(store: Make) -> None:
 def test_what_is_no_name_of_an_image_is_an_error_of_one_task(store: Make) -> None:
     images = store(pull_attempts=1)
     for name in ("UPPER/case:1", "a b", "-x", "x://y"):
-        with pytest.raises(ImageError, match="^odd: "):
+        with pytest.raises(ImageError, match=r"^odd: "):
             images.ensure(SandboxSpec("odd", image=name))
     assert images.ensure(SandboxSpec("good", image=BASE)).name == BASE
 
 
 def test_a_daemon_that_is_not_there_and_a_spec_without_an_image_are_clear(store: Make, tmp_path: Path) -> None:
     gone = docker.DockerClient(base_url="tcp://127.0.0.1:9", version="1.41")
-    with pytest.raises(SandboxStartError, match="^lost: the Docker daemon"):
+    with pytest.raises(SandboxStartError, match=r"^lost: the Docker daemon"):
         ImageStore(gone, ImageSettings(), state=tmp_path).ensure(SandboxSpec("lost", image=BASE))
-    with pytest.raises(TaskError, match="^bare: names neither an image nor a Dockerfile"):
+    with pytest.raises(TaskError, match=r"^bare: names neither an image nor a Dockerfile"):
         store().ensure(SandboxSpec("bare"))

@@ -88,6 +88,11 @@ class ImageStore:
         self._guard = threading.Lock()
         self._slots = threading.BoundedSemaphore(self._settings.parallel)
 
+    def known(self, spec: SandboxSpec) -> ResolvedImage | None:
+        """The image of ``spec`` if :meth:`ensure` has had it before. Does not block."""
+        entry = self._entries.get(_key(spec))
+        return entry.image if entry is not None else None
+
     def ensure(self, spec: SandboxSpec) -> ResolvedImage:
         """The image of ``spec``: there already, pulled, or built. Blocks; call it in a thread.
 

@@ -16,8 +16,8 @@ from typing import Any
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
 from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
-from termrl.sandboxes.docker.container import DockerSandbox
 from termrl.sandboxes.docker.connection import Connection, said_by
+from termrl.sandboxes.docker.container import DockerSandbox
 from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
 from termrl.sandboxes.host import state_folder
@@ -41,6 +41,7 @@ class DockerProvider(SandboxProvider):
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
+        ConfigError: ``images`` has bad keys.
         SandboxStartError: no daemon answers, this user may not ask it, or the state folder cannot be used.
     """
 
@@ -55,6 +56,7 @@ class DockerProvider(SandboxProvider):
         threads: int = 16,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
+        settings = ImageSettings.of(images)
         self._state = state_folder(Path(state) if state else None)
         self.daemon = Connection(host, threads=threads)
         try:
@@ -65,7 +67,6 @@ class DockerProvider(SandboxProvider):
             self.daemon.close()
             raise
         self._owner = Owner(self._state)
-        settings = images if isinstance(images, ImageSettings) else ImageSettings.model_validate(images or {})
         labels = reaper.labels(self._owner.name, "", ttl_s)
         self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=labels)
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
@@ -107,6 +108,8 @@ class DockerProvider(SandboxProvider):
             return "network_mode allowlist: containers have the whole network or none"
         if spec.network_mode == "public" and "bridge" not in self._networks:
             return "network_mode public: this daemon has no bridge network"
+        if spec.verifier_user not in (None, "root", "0"):
+            return f"verifier.user {spec.verifier_user}: tests in containers are run by root"
         if spec.gpus:
             return f"gpus = {spec.gpus}: the docker backend gives none"
         if spec.image is None and spec.build is None:
@@ -118,7 +121,9 @@ class DockerProvider(SandboxProvider):
             raise TaskError(f"{spec.task_id}: {why}", hint="use another --sandbox for this task, or change the task")
         if self._closed:
             raise SandboxStartError("the sandbox provider is closed")
-        image = await asyncio.get_running_loop().run_in_executor(self._image_threads, self._images.ensure, spec)
+        image = self._images.known(spec)
+        if image is None:
+            image = await asyncio.get_running_loop().run_in_executor(self._image_threads, self._images.ensure, spec)
         effective = replace(
             spec,
             env={**image.env, **spec.env},
