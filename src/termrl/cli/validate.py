@@ -20,7 +20,7 @@ from rich.text import Text
 
 from termrl.cli.display import clock, progress_bar
 from termrl.cli.interrupts import INTERRUPTED, Interrupts
-from termrl.config import SandboxConfig, TrainConfig
+from termrl.config import TrainConfig
 from termrl.errors import TaskError
 from termrl.settings import load_settings
 from termrl.validation.records import Attempt, Report, Status, TaskReport
@@ -73,7 +73,7 @@ def validate(
     json
         Print the report as JSON instead of a table.
     config
-        TOML file of termrl train, whose [sandbox] is used.
+        TOML file of termrl train, whose [sandbox] and [images] are used.
     """
     from termrl.tasks.fetch import Filters
     from termrl.tasks.taskset import TaskSet
@@ -82,7 +82,7 @@ def validate(
     _check_numbers({"-n": (concurrency, 1), "--repeat": (repeat, 1), "--retries": (retries, 0)})
     if resume and output is None:
         raise TaskError("--resume needs -o REPORT, the report of the study to go on with")
-    sandbox = load_settings(TrainConfig, files=config, environ=os.environ, flags=_long(settings)).config.sandbox
+    given = load_settings(TrainConfig, files=config, environ=os.environ, flags=_long(settings)).config
     found = TaskSet.load(tasks, skip_broken=True)
     filters = Filters(include=_parts(include), exclude=_parts(exclude))
     if filters != Filters():
@@ -98,7 +98,7 @@ def validate(
             from termrl.validation.journal import Journal
 
             journal = stack.enter_context(Journal(_journal(output), resume=resume))
-        report, code = _run(found, sandbox, plan, journal, quiet=json)
+        report, code = _run(found, given, plan, journal, quiet=json)
         if report is None:
             return code
         if output is not None:
@@ -114,14 +114,15 @@ def validate(
 
 
 def _run(
-    tasks: TaskSet, sandbox: SandboxConfig, plan: Plan, journal: Journal | None, *, quiet: bool
+    tasks: TaskSet, config: TrainConfig, plan: Plan, journal: Journal | None, *, quiet: bool
 ) -> tuple[Report | None, int]:
     """Make the study; the report, as far as it came, and the exit code of an interruption."""
     from termrl.sandboxes import open_provider
     from termrl.sandboxes.sweep import sweep
     from termrl.validation.study import Study
 
-    state = sandbox.settings.get("state")
+    settings = config.sandbox_settings()
+    state = settings.get("state")
     state_folder = None if state is None else Path(state)
     kept = "what was tried is kept: --resume goes on with it" if journal else "nothing was kept: -o REPORT would"
     studies: list[Study] = []
@@ -130,7 +131,7 @@ def _run(
         interrupts.attach()
         failed = True
         try:
-            async with open_provider(sandbox.backend, **sandbox.settings) as provider:
+            async with open_provider(config.sandbox.backend, **settings) as provider:
                 with _Display(Console(stderr=True), quiet=quiet) as display:
                     earlier = journal.usable(tasks, provider.name) if journal else []
                     study = Study(tasks, provider, plan, earlier, display.follower(journal))
