@@ -38,6 +38,7 @@ def validate(
     tasks: Path,
     /,
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    sandbox: str | None = None,
     concurrency: Annotated[int, Parameter(name=["-n", "--concurrency"])] = 4,
     repeat: int = 2,
     include: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -50,12 +51,12 @@ def validate(
 ) -> int:
     """Try every task: its solution must score 1 and doing nothing 0, each time. Exit code 0 only if all are sound.
 
-    --sandbox NAME chooses the backend, --sandbox.settings.KEY VALUE sets it up, as in termrl train.
-
     Parameters
     ----------
     tasks
         A folder of Harbor tasks, or one task.
+    sandbox
+        The backend: bubblewrap or docker; --sandbox.settings.KEY VALUE sets it up, as in termrl train.
     concurrency
         Sandboxes at once.
     repeat
@@ -82,7 +83,8 @@ def validate(
     _check_numbers({"-n": (concurrency, 1), "--repeat": (repeat, 1), "--retries": (retries, 0)})
     if resume and output is None:
         raise TaskError("--resume needs -o REPORT, the report of the study to go on with")
-    given = load_settings(TrainConfig, files=config, environ=os.environ, flags=_long(settings)).config
+    flags = [*settings, *([] if sandbox is None else [f"--sandbox.backend={sandbox}"])]
+    given = load_settings(TrainConfig, files=config, environ=os.environ, flags=flags).config
     found = TaskSet.load(tasks, skip_broken=True)
     filters = Filters(include=_parts(include), exclude=_parts(exclude))
     if filters != Filters():
@@ -258,15 +260,6 @@ def _words(status: Status) -> str:
 
 def _journal(output: Path) -> Path:
     return output.with_name(f"{output.name}.attempts.jsonl")
-
-
-def _long(settings: tuple[str, ...]) -> list[str]:
-    """Settings with the short form of the backend written out."""
-    flags = []
-    for flag in settings:
-        name, equals, value = flag.partition("=")
-        flags.append(f"{'--sandbox.backend' if name == '--sandbox' else name}{equals}{value}")
-    return flags
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:
