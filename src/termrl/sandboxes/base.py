@@ -12,9 +12,10 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
+NETWORK_MODES: tuple[NetworkMode, ...] = get_args(NetworkMode)
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 # 86 of Terminal-Bench 2's 89 images have their working directory there.
@@ -60,6 +61,7 @@ class SandboxSpec:
         files: a host folder whose contents are put into ``workdir`` at start, or ``None``.
         env: the image's and task's environment for every command.
         user: who runs the agent's commands, a name or uid of the image; ``None`` for the image's own user.
+        verifier_user: who runs the tests, likewise.
         healthcheck: what must succeed before the sandbox is handed out.
         allowed_hosts: what ``network_mode = "allowlist"`` lets through.
         gpus: how many GPUs the task wants.
@@ -79,6 +81,7 @@ class SandboxSpec:
     network_mode: NetworkMode = "no-network"
     allowed_hosts: tuple[str, ...] = ()
     user: str | None = None
+    verifier_user: str | None = None
     healthcheck: Healthcheck | None = None
     gpus: int = 0
 
