@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from termrl.errors import CommandError, SandboxLostError, SandboxStartError
+from termrl.errors import SandboxLostError, SandboxStartError
 from termrl.sandboxes import archive, layout
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Healthcheck, Sandbox, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
