@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from termrl.errors import CommandError, SandboxLostError, SandboxStartError
+from termrl.errors import SandboxLostError, SandboxStartError
 from termrl.sandboxes import archive, layout
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Healthcheck, Sandbox, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
@@ -42,6 +42,7 @@ class Keeper(Protocol):
 
     def runner_argv(self, socket_path: str) -> list[str]:
         """How a further resident is run in a container."""
+        ...
 
     def forget(self, name: str) -> None:
         """A sandbox has ended."""
@@ -289,7 +290,7 @@ class DockerSandbox(Sandbox):
             state = (await self._keeper.daemon.call(self._keeper.daemon.client.api.inspect_container, self.id))["State"]
             if state["Running"]:
                 return None
-            logs = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
+            logs: Any = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
         except Exception as error:
             return said_by(error)
         killed = ", killed for memory" if state.get("OOMKilled") else ""

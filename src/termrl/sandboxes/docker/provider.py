@@ -8,15 +8,14 @@ import contextlib
 import itertools
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
-from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
+from termrl.sandboxes.base import DEFAULT_WORKDIR, Privileges, SandboxProvider, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
-from termrl.sandboxes.docker.connection import Connection, said_by
+from termrl.sandboxes.docker.connection import Connection, said_by, started_threads
 from termrl.sandboxes.docker.container import DockerSandbox
 from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
@@ -27,6 +26,9 @@ from termrl.sandboxes.sweep import Owner, Swept
 DEFAULT_TTL_S = 24 * 3600.0
 
 _IMAGES_AT_ONCE = 8
+
+# What a daemon, by its id, has been found to be unable to do.
+_known: dict[str, options.Extras] = {}
 
 
 class DockerProvider(SandboxProvider):
@@ -70,13 +72,13 @@ class DockerProvider(SandboxProvider):
         labels = reaper.labels(self._owner.name, "", ttl_s)
         self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=labels)
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
-        self._image_threads = ThreadPoolExecutor(_IMAGES_AT_ONCE, thread_name_prefix="termrl-images")
+        self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
         (self._owner.folder / "empty").touch(0o644)
         self._ttl_s = ttl_s
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._names = itertools.count(1)
         cpus = int(self.daemon.info.get("NCPU") or os.cpu_count() or 1)
-        self._extras = options.Extras(cpus, quota=_may_have_quota(self.daemon.info))
+        self._extras = _known.get(self.daemon.id) or options.Extras(cpus, quota=_may_have_quota(self.daemon.info))
         self._closed = False
         self._reaper = reaper.Reaper(self.sweep)
         atexit.register(self._release)
@@ -96,6 +98,16 @@ class DockerProvider(SandboxProvider):
         if self._extras.quota:
             found["files"] = f"quota of {info['Driver']} on {_backing(info)}"
         return found
+
+    @property
+    def privileges(self) -> Privileges:
+        mapped = any("userns" in one or "rootless" in one for one in self.daemon.info.get("SecurityOptions") or [])
+        return Privileges(
+            options.COMMAND_CAPABILITIES,
+            setuid=True,
+            kernel_root=not mapped,
+            first_process_at_risk=not self._extras.first_capability,
+        )
 
     def sweep(self) -> Swept:
         return reaper.sweep(self.daemon.client, self._state)
@@ -196,7 +208,7 @@ class DockerProvider(SandboxProvider):
                     raise SandboxStartError(said_by(error)) from error
             # Not every daemon can do everything; what this one cannot is not asked of it again.
             reaper.remove(client, sandbox.id)
-            self._extras = less
+            self._extras = _known[self.daemon.id] = less
 
     def _release(self) -> None:
         """At the end of a process that did not close its provider."""
