@@ -213,7 +213,7 @@ class DockerProvider(SandboxProvider):
         if "bind source path does not exist" in said:
             return SandboxStartError(
                 f"{spec.task_id}: the daemon at {self.daemon.host} does not see this machine's files ({said})",
-                hint="use a daemon on this machine; if termrl itself runs in a container, mount a folder of the daemon's "
+                hint="use a daemon on this machine; if termrl runs in a container, mount a folder of the daemon's "
                 "machine into it at the same path and set TERMRL_STATE_DIR to it",
             )
         return SandboxStartError(said)
