@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
+from pydantic import ValidationError
+
+from termrl.errors import CommandError, ConfigError, SandboxLostError, SandboxStartError, TaskError
 from termrl.sandboxes.base import DEFAULT_WORKDIR, Privileges, SandboxProvider, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
 from termrl.sandboxes.docker.connection import Connection, said_by, started_threads
@@ -43,6 +45,7 @@ class DockerProvider(SandboxProvider):
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
+        ConfigError: bad settings of images.
         SandboxStartError: no daemon answers, this user may not ask it, or the state folder cannot be used.
     """
 
@@ -57,6 +60,7 @@ class DockerProvider(SandboxProvider):
         threads: int = 16,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
+        image_settings = _image_settings(images)
         self._state = state_folder(Path(state) if state else None)
         self.daemon = Connection(host, threads=threads)
         try:
@@ -67,9 +71,8 @@ class DockerProvider(SandboxProvider):
             self.daemon.close()
             raise
         self._owner = Owner(self._state)
-        settings = images if isinstance(images, ImageSettings) else ImageSettings.model_validate(images or {})
         self._ttl_s = ttl_s
-        self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=self.labels("image"))
+        self._images = ImageStore(self.daemon.client, image_settings, state=self._state, labels=self.labels("image"))
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
         self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
         (self._owner.folder / "empty").touch(0o644)
@@ -232,6 +235,16 @@ def _start_error(spec: SandboxSpec, error: BaseException) -> SandboxStartError:
     return SandboxStartError(
         f"{spec.task_id}: the container did not start: {said}", hint="termrl doctor --sandbox docker checks the daemon"
     )
+
+
+def _image_settings(given: ImageSettings | Mapping[str, Any] | None) -> ImageSettings:
+    if isinstance(given, ImageSettings):
+        return given
+    try:
+        return ImageSettings.model_validate(given or {})
+    except ValidationError as error:
+        problems = [f"sandbox: docker: images.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise ConfigError(problems) from None
 
 
 def _may_have_quota(info: Mapping[str, Any]) -> bool:
