@@ -164,6 +164,19 @@ async def test_the_daemon_tells_what_changed_whatever_the_agent_does(sandbox: Do
     assert not any(path.startswith(("/.termrl", "/tests")) for path in after)
 
 
+async def test_a_replaced_shell_is_put_back_as_the_image_has_it(sandbox: DockerSandbox) -> None:
+    digest = await said(sandbox, "sha256sum < /bin/bash; sha256sum < /bin/cat; stat -c '%a %U' /bin/bash")
+    evil = "cp /bin/true /tmp/t && mv /tmp/t /bin/bash; rm /bin/cat; ln -s /tmp/x /bin/sha256sum.new; rm -f /bin/sh"
+    await said(sandbox, evil)
+    await sandbox.kill_all()
+    assert await said(sandbox, "echo fooled") == ""
+    changed = [path for path in await sandbox.changed_paths() if path.startswith("/usr/bin/")]
+    restored = await sandbox.restore_from_image([*changed, "/usr/bin", "/no/such"])
+    assert sorted(restored) == ["/usr/bin/bash", "/usr/bin/cat", "/usr/bin/sh"]
+    assert await said(sandbox, "sha256sum < /bin/bash; sha256sum < /bin/cat; stat -c '%a %U' /bin/bash") == digest
+    assert await said(sandbox, "readlink /bin/sh") == "dash"
+
+
 async def test_hosts_and_resolver_can_be_put_back_though_they_are_mounts(sandbox: DockerSandbox) -> None:
     for path in ("/etc/hosts", "/etc/resolv.conf"):
         before = await sandbox.get_bytes(path, max_bytes=9999)

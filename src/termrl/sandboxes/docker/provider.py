@@ -43,7 +43,7 @@ class DockerProvider(SandboxProvider):
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
-        ConfigError: ``images`` has bad keys.
+        ConfigError: bad settings of images.
         SandboxStartError: no daemon answers, this user may not ask it, or the state folder cannot be used.
     """
 
@@ -58,7 +58,7 @@ class DockerProvider(SandboxProvider):
         threads: int = 16,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
-        settings = ImageSettings.of(images)
+        image_settings = ImageSettings.of(images)
         self._state = state_folder(Path(state) if state else None)
         self.daemon = Connection(host, threads=threads)
         try:
@@ -69,12 +69,11 @@ class DockerProvider(SandboxProvider):
             self.daemon.close()
             raise
         self._owner = Owner(self._state)
-        labels = reaper.labels(self._owner.name, "", ttl_s)
-        self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=labels)
+        self._ttl_s = ttl_s
+        self._images = ImageStore(self.daemon.client, image_settings, state=self._state, labels=self.labels("image"))
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
         self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
         (self._owner.folder / "empty").touch(0o644)
-        self._ttl_s = ttl_s
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._names = itertools.count(1)
         cpus = int(self.daemon.info.get("NCPU") or os.cpu_count() or 1)
@@ -143,10 +142,10 @@ class DockerProvider(SandboxProvider):
             user=spec.user or image.user,
         )
         name = f"{reaper.PREFIX}{self._owner.name}-{next(self._names)}"
-        sandbox = DockerSandbox(self, effective, name, self._owner.folder / name)
+        sandbox = DockerSandbox(self, effective, name, self._owner.folder / name, image.id)
         self._sandboxes[name] = sandbox
         try:
-            await sandbox.start(lambda address: self._begin(sandbox, image.id, address))
+            await sandbox.start(lambda address: self._begin(sandbox, address))
             await sandbox.furnish(options.bounds_fields(effective))
             if spec.healthcheck is not None:
                 await sandbox.become_healthy(spec.healthcheck)
@@ -167,6 +166,10 @@ class DockerProvider(SandboxProvider):
         self._owner.release()
         atexit.unregister(self._release)
 
+    def labels(self, task_id: str) -> dict[str, str]:
+        """What a container of this provider is known by."""
+        return reaper.labels(self._owner.name, task_id, self._ttl_s)
+
     def forget(self, name: str) -> None:
         """A sandbox has ended."""
         self._sandboxes.pop(name, None)
@@ -177,7 +180,7 @@ class DockerProvider(SandboxProvider):
 
     # -- parts of create -----------------------------------------------------------------------------------------
 
-    def _begin(self, sandbox: DockerSandbox, image: str, address: str) -> None:
+    def _begin(self, sandbox: DockerSandbox, address: str) -> None:
         """Make and start the container of ``sandbox``, whose first process calls at ``address``. Blocks."""
         folder = self._owner.folder
         bounds = [
@@ -193,11 +196,11 @@ class DockerProvider(SandboxProvider):
                 made = options.create(
                     client,
                     sandbox.id,
-                    image,
+                    sandbox.image,
                     sandbox.spec,
                     command=[*self.runner_argv(address), f"{self._ttl_s:.0f}"],
                     bounds=bounds,
-                    labels=reaper.labels(self._owner.name, sandbox.spec.task_id, self._ttl_s),
+                    labels=self.labels(sandbox.spec.task_id),
                     extras=extras,
                 )
                 client.api.start(made)
@@ -205,10 +208,20 @@ class DockerProvider(SandboxProvider):
             except Exception as error:
                 less = extras.without(said_by(error))
                 if less is None:
-                    raise SandboxStartError(said_by(error)) from error
+                    raise self._refused(sandbox.spec, said_by(error)) from error
             # Not every daemon can do everything; what this one cannot is not asked of it again.
             reaper.remove(client, sandbox.id)
             self._extras = _known[self.daemon.id] = less
+
+    def _refused(self, spec: SandboxSpec, said: str) -> SandboxStartError:
+        """The error for a container that the daemon did not make or start."""
+        if "bind source path does not exist" in said:
+            return SandboxStartError(
+                f"{spec.task_id}: the daemon at {self.daemon.host} does not see this machine's files ({said})",
+                hint="use a daemon on this machine; if termrl runs in a container, mount a folder of the daemon's "
+                "machine into it at the same path and set TERMRL_STATE_DIR to it",
+            )
+        return SandboxStartError(said)
 
     def _release(self) -> None:
         """At the end of a process that did not close its provider."""
