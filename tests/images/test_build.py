@@ -130,14 +130,46 @@ def test_an_extra_authority_is_trusted_in_steps_and_leaves_no_trace(
         store(ca_file=tmp_path / "nowhere.pem").ensure(context(f"FROM {BASE}\nRUN true\n", name="other"))
 
 
-def test_a_build_that_hangs_is_stopped_and_its_processes_are_gone(
-    store: Make, context: Context, marker: str, client: docker.DockerClient
+def test_curl_and_python_trust_the_extra_authority_within_a_build(
+    store: Make, context: Context, tmp_path: Path
 ) -> None:
-    spec = context(
-        f"FROM {BASE}\nRUN exec -a {marker} sleep 1000\n".replace("RUN ", 'SHELL ["/bin/bash","-c"]\nRUN '), timeout_s=3
-    )
-    threading.Timer(2, lambda: seen.extend(running(marker))).start()
+    """A server in the build itself, whose certificate the extra authority has signed."""
+    environment = tmp_path / "made" / "environment"
+    environment.mkdir(parents=True)
+    make = """
+    openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=authority -keyout ca.key -out ca.pem
+    openssl req -newkey rsa:2048 -nodes -subj /CN=localhost -keyout server.key -out server.csr
+    printf subjectAltName=DNS:localhost > names
+    openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 1 -extfile names -out server.pem
+    cp server.pem server.key made/environment/
+    """
+    subprocess.run(["bash", "-ec", make], cwd=tmp_path, check=True, capture_output=True)
+    serve = """\
+    import http.server, ssl
+    server = http.server.HTTPServer(("localhost", 4443), http.server.SimpleHTTPRequestHandler)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain("/server.pem", "/server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
+    """
+    dockerfile = f"""\
+    FROM {BASE}
+    COPY serve.py server.pem server.key /
+    RUN python3 /serve.py & sleep 1; \\
+        curl -sSf -o /dev/null https://localhost:4443/serve.py && \\
+        python3 -c 'import urllib.request as u; u.urlopen("https://localhost:4443/serve.py").read()'
+    """
+    spec = context(textwrap.dedent(dockerfile), **{"serve.py": textwrap.dedent(serve)})
+    # What curl says of an unknown authority.
+    with pytest.raises(ImageError, match=r"exit code 60 of RUN"):
+        store().ensure(spec)
+    assert store(ca_file=tmp_path / "ca.pem").ensure(spec).id
+
+
+def test_a_build_that_hangs_is_stopped_and_its_processes_are_gone(store: Make, context: Context, marker: str) -> None:
+    spec = context(f'FROM {BASE}\nSHELL ["/bin/bash","-c"]\nRUN exec -a {marker} sleep 1000\n', timeout_s=3)
     seen: list[str] = []
+    threading.Timer(2, lambda: seen.extend(running(marker))).start()
     with pytest.raises(ImageError, match=r"made: .*Dockerfile: not built: it took longer than 3 s and was stopped"):
         store().ensure(spec)
     assert seen
@@ -247,7 +279,7 @@ def test_a_rate_limit_on_a_base_image_is_named(store: Make, context: Context, re
 
 
 def test_the_classic_builder_builds_plain_files_and_refuses_the_rest_by_name(
-    store: Make, context: Context, client: docker.DockerClient, tmp_path: Path
+    store: Make, context: Context, client: docker.DockerClient, tmp_path: Path, marker: str
 ) -> None:
     images = store(builder="classic", aliases={"other/base": BASE})
     spec = context("FROM other/base\nWORKDIR /srv\nCOPY a.txt .\nRUN cat a.txt > b.txt\n", **{"a.txt": "hello"})
@@ -262,15 +294,16 @@ def test_the_classic_builder_builds_plain_files_and_refuses_the_rest_by_name(
     (tmp_path / "ca.pem").write_text("x")
     with pytest.raises(ImageError, match=r"images\.ca_file: not built without BuildKit"):
         store(builder="classic", ca_file=tmp_path / "ca.pem").ensure(context(f"FROM {BASE}\nRUN true\n", name="ca"))
-    containers = len(client.containers.list(all=True))
     for name, line, said in (
         ("step", "RUN echo no; exit 4", "exit code 4 of RUN echo no; exit 4"),
         ("copy", "COPY gone.txt /x", "a COPY source is missing"),
         ("parse", "RUNN true", "cannot parse it"),
     ):
         with pytest.raises(ImageError, match=said):
-            images.ensure(context(f"FROM {BASE}\n{line}\n", name=name))
-    assert len(client.containers.list(all=True)) <= containers
+            images.ensure(context(f"FROM {BASE}\nLABEL termrl.step={marker}\nRUN true\n{line}\n", name=name))
+    label = f"termrl.step={marker}"
+    assert client.containers.list(all=True, filters={"label": label}) == []
+    assert client.images.list(filters={"label": label, "dangling": True}) == []
 
 
 def test_a_machine_without_a_capable_command_line_says_which_it_looked_at(

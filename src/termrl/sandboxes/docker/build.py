@@ -25,6 +25,7 @@ _LOG_BYTES = 4 << 20
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.2
 _STOP_S = 5.0
+_LAYER = re.compile(r" ---> ([0-9a-f]{12,})\s*")
 _CREDENTIALS = re.compile(rb"(://)[^/\s@]+@")
 
 # The build ends with us: when this process is killed, its end of the pipe closes and the guard stops the program.
@@ -149,8 +150,8 @@ def build_with_engine(client: docker.DockerClient, plan: BuildPlan, *, closing: 
         BuildFailed: it failed, took too long, or the caller is closing.
     """
     deadline = time.monotonic() + plan.timeout_s
+    layer = ""
     with _log(plan) as log:
-        stopped = ""
         try:
             events: Iterator[dict[str, Any]] = client.api.build(
                 path=str(plan.context),
@@ -165,23 +166,30 @@ def build_with_engine(client: docker.DockerClient, plan: BuildPlan, *, closing: 
                 timeout=int(plan.timeout_s) + 1,
             )
             for event in events:
-                error = event.get("error")
-                log.feed(str(error or event.get("stream") or event.get("status") or "").encode())
-                if error:
-                    log.flush()
-                    raise BuildFailed(log.tail())
+                said = str(event.get("error") or event.get("stream") or event.get("status") or "")
+                log.feed(said.encode())
+                if made := _LAYER.fullmatch(said):
+                    layer = made[1]
                 stopped = _stopped(deadline, plan, closing)
-                if stopped:
-                    break
-        except docker.errors.APIError as error:
-            log.feed(str(error.explanation).encode())
+                if stopped or "error" in event:
+                    raise BuildFailed("", stopped=stopped)
+        except BuildFailed as failed:
             log.flush()
-            raise BuildFailed(log.tail()) from None
+            _remove_layer(client, layer)
+            raise BuildFailed(log.tail(), stopped=failed.stopped) from None
+        except docker.errors.APIError as error:
+            raise BuildFailed(str(error.explanation)) from None
         except (requests.exceptions.RequestException, docker.errors.DockerException) as error:
-            stopped = _stopped(deadline, plan, closing) or f"the daemon does not answer: {error}"
+            stopped = _stopped(deadline, plan, closing)
+            raise BuildFailed("", stopped=stopped or f"the daemon does not answer: {error}") from None
         log.flush()
-        if stopped:
-            raise BuildFailed(log.tail(), stopped=stopped)
+
+
+def _remove_layer(client: docker.DockerClient, image: str) -> None:
+    """Remove what the steps before the failed one made, unless it is an image with a name."""
+    with contextlib.suppress(docker.errors.APIError):
+        if image and not client.api.inspect_image(image)["RepoTags"]:
+            client.api.remove_image(image)
 
 
 def explain(failed: BuildFailed, *, daemon: str, heredoc: bool) -> tuple[str, str | None]:

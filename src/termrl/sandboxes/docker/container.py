@@ -13,11 +13,11 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from termrl.errors import CommandError, SandboxLostError, SandboxStartError
+from termrl.errors import SandboxLostError, SandboxStartError
 from termrl.sandboxes import archive, layout
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Healthcheck, Sandbox, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
@@ -31,6 +31,10 @@ _LOOK_S = 1.0
 _SHOWN = 400
 # Kinds of a change as the Engine API numbers them.
 _KINDS = ("changed", "added", "deleted")
+# Bits of Go's os.FileMode: every kind but a regular file (setuid, setgid and sticky are no kinds), and a link's.
+_GO_TYPE = 0x8F280000
+_GO_LINK = 0x08000000
+_MAX_RESTORED = 256 << 20
 _OURS = (options.RUN, "/.termrl")
 _HOST_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/.dockerenv", options.PRELOAD)
 
@@ -42,6 +46,11 @@ class Keeper(Protocol):
 
     def runner_argv(self, socket_path: str) -> list[str]:
         """How a further resident is run in a container."""
+        ...
+
+    def labels(self, task_id: str) -> dict[str, str]:
+        """What a container of this provider is known by."""
+        ...
 
     def forget(self, name: str) -> None:
         """A sandbox has ended."""
@@ -50,9 +59,10 @@ class Keeper(Protocol):
 class DockerSandbox(Sandbox):
     """One live container. Made by :meth:`termrl.sandboxes.docker.provider.DockerProvider.create` only."""
 
-    def __init__(self, keeper: Keeper, spec: SandboxSpec, name: str, folder: Path) -> None:
+    def __init__(self, keeper: Keeper, spec: SandboxSpec, name: str, folder: Path, image: str) -> None:
         self.id = name
         self.spec = spec
+        self.image = image
         self._keeper = keeper
         self._folder = folder
         self._numbers = itertools.count(1)
@@ -155,6 +165,48 @@ class DockerSandbox(Sandbox):
             if path not in _HOST_FILES and path != options.TESTS and not path.startswith(_OURS)
         }
 
+    async def restore_from_image(self, paths: Iterable[str]) -> list[str]:
+        """Put files back as the image has them, through the daemon; the agent's processes must be gone.
+
+        Nothing of the container takes part, so that this also works on its shell. A path that is in the image no
+        regular file or link, or not there, is left as it is.
+
+        Args:
+            paths: absolute, as :meth:`changed_paths` gives them.
+
+        Returns:
+            What was put back.
+
+        Raises:
+            SandboxLostError: the container is gone.
+        """
+        self._check()
+        return await asyncio.shield(self._background(self._api(self._restore, list(paths))))
+
+    def _restore(self, paths: list[str]) -> list[str]:
+        import docker.errors
+
+        client = self._keeper.daemon.client
+        restored = []
+        # Never started: it is only there to be read.
+        made = client.api.create_container(
+            self.image, ["true"], name=f"{self.id}-image", labels=self._keeper.labels(self.spec.task_id)
+        )
+        try:
+            for path in paths:
+                try:
+                    stream, status = client.api.get_archive(made["Id"], path)
+                except docker.errors.NotFound:
+                    continue
+                if status["mode"] & _GO_TYPE & ~_GO_LINK or status["size"] > _MAX_RESTORED:
+                    stream.close()
+                    continue
+                if client.api.put_archive(self.id, os.path.dirname(path), b"".join(stream)):  # noqa: PTH120
+                    restored.append(path)
+        finally:
+            reaper.remove(client, made["Id"])
+        return restored
+
     # -- starting ------------------------------------------------------------------------------------------------
 
     @property
@@ -250,9 +302,10 @@ class DockerSandbox(Sandbox):
                 api.exec_start(made["Id"], detach=True)
 
             try:
-                await self._answered(line, listener, self._background(self._api(begin)))
-            except SandboxStartError as error:
-                raise SandboxLostError(error.message) from error
+                await self._answered(line, listener, self._background(self._keeper.daemon.call(begin)))
+            except Exception as error:
+                self._check()
+                raise self._lost(await self._ended() or said_by(error)) from error
         # Root: the files that it takes care of may be anyone's, and so may those of the tests.
         user = b"" if self._sealed else options.user_field(self.spec.user)
         await line.setup([b"", user, *self._bounds], [])
@@ -281,7 +334,7 @@ class DockerSandbox(Sandbox):
     async def _must_run(self) -> None:
         why = await self._ended()
         if why is not None:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {why}")
+            raise self._lost(why)
 
     async def _ended(self) -> str | None:
         """How the container ended, in the daemon's words; ``None`` if it runs."""
@@ -289,7 +342,7 @@ class DockerSandbox(Sandbox):
             state = (await self._keeper.daemon.call(self._keeper.daemon.client.api.inspect_container, self.id))["State"]
             if state["Running"]:
                 return None
-            logs = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
+            logs: Any = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
         except Exception as error:
             return said_by(error)
         killed = ", killed for memory" if state.get("OOMKilled") else ""
@@ -306,7 +359,7 @@ class DockerSandbox(Sandbox):
         try:
             return await self._keeper.daemon.call(function, *args)
         except Exception as error:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {said_by(error)}") from error
+            raise self._lost(said_by(error)) from error
 
     def _background(self, call: Awaitable[Any]) -> asyncio.Future[Any]:
         """A call that goes on when its caller is cancelled, and that :meth:`stop` awaits."""
@@ -319,7 +372,10 @@ class DockerSandbox(Sandbox):
 
     def _check(self) -> None:
         if self._stopping is not None:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: is stopped")
+            raise self._lost("is stopped")
+
+    def _lost(self, why: str) -> SandboxLostError:
+        return SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {why}")
 
     async def _stop(self) -> None:
         for line in (self._agent, self._runner):
