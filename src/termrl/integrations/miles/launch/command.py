@@ -39,19 +39,17 @@ class Step:
     model_args: tuple[str, ...] = ()
     unless: str | None = None
 
-    def shell(self, *, indent: str | None = None) -> str:
-        """The command for bash; with ``indent`` each flag on a line of its own."""
+    def shell(self) -> str:
+        """The command for bash, each flag on a line of its own."""
+        inner = "" if self.unless is None else "  "
         quoted = [_MODEL_ARGS if word == MODEL_ARGS_WORD else shlex.quote(word) for word in self.argv]
-        command = " ".join(quoted)
-        if indent is not None:
-            breaks = [f"\\\n{indent}{word}" if word.startswith("--") and word != "--" else word for word in quoted]
-            command = " ".join(breaks)
+        lines = [f"\\\n{inner}  {word}" if word.startswith("--") and word != "--" else word for word in quoted]
+        parts = [f"cd {shlex.quote(self.cwd)}"]
         if self.model_args:
             # an assignment reports the failure that read would hide; read expands no pattern of --moe-layer-freq
-            asked = shlex.join(self.model_args)
-            command = f'line="$({asked})" && read -ra model_args <<< "$line" && {command}'
-        line = f"cd {shlex.quote(self.cwd)} && {command}"
-        return line if self.unless is None else f"[ -e {shlex.quote(self.unless)} ] || {{ {line}; }}"
+            parts += [f'line="$({shlex.join(self.model_args)})"', 'read -ra model_args <<< "$line"']
+        command = f" &&\n{inner}".join([*parts, " ".join(lines)])
+        return command if self.unless is None else f"[ -e {shlex.quote(self.unless)} ] || {{\n{inner}{command}\n}}"
 
     def words(self, model_args: Sequence[str]) -> list[str]:
         """The command with the model's words in their place."""
@@ -86,9 +84,10 @@ def build(
         ConfigError: a secret would be on a command line or in a job's variables.
     """
     train = _train(profile, run, mode, extra)
-    steps = (train,) if resume else (*_prepare(profile), train)
+    steps = (train,) if resume else (*_prepare(profile, mode), train)
     env = _environment(profile, run)
-    if found := complaints([word for step in steps for word in step.argv], env):
+    told = [word for step in steps for word in step.argv]
+    if found := complaints([*told, profile.cluster.ray_address or "", *profile.slurm.srun_args], env):
         raise ConfigError(
             found, hint="keep it in a file, or in the environment of the workers; only its path or name is passed on"
         )
@@ -145,15 +144,15 @@ def _train(profile: Profile, run: Path, mode: Mode, extra: Sequence[str]) -> Ste
     return Step("train", argv, profile.paths.miles, model_args=_model_args(profile))
 
 
-def _prepare(profile: Profile) -> list[Step]:
-    """Download, casts and conversion; each is left out where its result is."""
+def _prepare(profile: Profile, mode: Mode) -> list[Step]:
+    """Download, casts and conversion; each is left out where its result is. Only training needs Megatron's form."""
     model, conversion, miles = profile.model, profile.conversion, profile.paths.miles
     steps = []
     if model.hub_id is not None:
         argv = ("hf", "download", model.hub_id, "--local-dir", profile.folder)
         steps.append(Step("download", argv, miles, unless=f"{profile.folder}/config.json"))
     source = profile.folder
-    if conversion.cast_bf16:
+    if conversion.cast_bf16 and mode == "train":
         source = f"{profile.folder}-bf16"
         argv = (profile.paths.python, f"{miles}/tools/fp8_cast_bf16.py")
         argv += ("--input-fp8-hf-path", profile.folder, "--output-bf16-hf-path", source)
@@ -163,7 +162,8 @@ def _prepare(profile: Profile) -> list[Step]:
         argv = (profile.paths.python, f"{miles}/tools/convert_hf_to_fp8.py", "--model-dir", profile.folder)
         argv += ("--save-dir", target, "--strategy", "block", "--block-size", "128", "128", "--max-workers", "16")
         steps.append(Step("quantise", argv, miles, unless=f"{target}/model.safetensors.index.json"))
-    steps.append(_convert(profile, source))
+    if mode == "train":
+        steps.append(_convert(profile, source))
     return steps
 
 

@@ -27,13 +27,13 @@ def script(profile: Profile, plan: Plan, *, environ: Mapping[str, str]) -> str:
     """The launch as a script for bash, as it is run, with secrets masked."""
     address = profile.cluster.ray_address
     where = f"each a job of the Ray cluster {address}" if address else "on this machine"
-    lines = [f"# {profile.model.name}: {len(plan.steps)} steps, {where}", ""]
+    lines = [f"# {profile.model.name}: {len(plan.steps)} steps, {where}", "set -euo pipefail", ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(plan.env.items())]
     secrets = held_secrets(environ)
     if not address:
         lines += [f"# export {name}={MASK}  (inherited, never written)" for name in secrets]
     for step in plan.steps:
-        lines += ["", f"# {step.name}", step.shell(indent="  ")]
+        lines += ["", f"# {step.name}", step.shell()]
     return masked("\n".join(lines) + "\n", secrets.values())
 
 

@@ -274,13 +274,36 @@ def load_profile(
     named = _file_of(name)
     with resources.as_file(resources.files(_PACKAGE).joinpath("profiles")) as folder:
         chosen = named or folder / f"{name}.toml"
-        return load_settings(
+        loaded = load_settings(
             Profile,
             files=[folder / BASE, chosen, *files],
             environ={key: value for key, value in (environ or {}).items() if key in ALIASES},
             aliases=ALIASES,
             flags=flags,
         ).config
+    return _with_whole_paths(loaded)
+
+
+def _with_whole_paths(profile: Profile) -> Profile:
+    """The files that a user names from where they stand, as every process finds them."""
+    episodes, checks = profile.episodes, profile.preflight
+    named = {name: getattr(episodes, name) for name in ("token_file", "config", "tasks_dir")}
+    return profile.model_copy(
+        update={
+            "paths": profile.paths.model_copy(update={"prompt_data": _whole(profile.paths.prompt_data)}),
+            "episodes": episodes.model_copy(update={key: _whole(path) for key, path in named.items() if path}),
+            "preflight": checks.model_copy(
+                update={
+                    "validation": tuple(Path(_whole(path)) for path in checks.validation),
+                    "results": None if checks.results is None else Path(_whole(checks.results)),
+                }
+            ),
+        }
+    )
+
+
+def _whole(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _file_of(name: str) -> Path | None:

@@ -50,6 +50,7 @@ def batch_script(profile: Profile, run: Path, again: Sequence[str], extra: Seque
             'export head_ip; echo "head ${nodes[0]} ($head_ip), ${#nodes[@]} nodes"',
             "",
             "on_head() {",
+            "  set -e",
             *_lines(slurm.setup),
             f'  ray start --head --node-ip-address="$head_ip" --port={RAY_PORT} --num-gpus={gpus} '
             f"--dashboard-port={DASHBOARD_PORT} --disable-usage-stats",
@@ -57,6 +58,7 @@ def batch_script(profile: Profile, run: Path, again: Sequence[str], extra: Seque
             '--set cluster.master_addr="$head_ip"' + (f" -- {shlex.join(extra)}" if extra else ""),
             "}",
             "on_worker() {",
+            "  set -e",
             *_lines(slurm.setup),
             "  # the head may still be starting: one attempt is not enough",
             f'  until ray start --address="$head_ip":{RAY_PORT} --num-gpus={gpus} --disable-usage-stats --block; do',
