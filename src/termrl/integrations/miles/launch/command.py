@@ -10,6 +10,7 @@ from typing import Literal
 
 from termrl.errors import ConfigError
 from termrl.integrations.miles.launch.flags import PARSERS, flag
+from termrl.integrations.miles.launch.process import OWNER
 from termrl.integrations.miles.launch.profile import Profile
 from termrl.integrations.miles.launch.secrets import complaints
 
@@ -204,6 +205,7 @@ def _environment(profile: Profile, run: Path) -> dict[str, str]:
         "OPENENV_TASK_WORKDIR": episodes.legacy_workdir,
         "OPENENV_TB2_TESTS_SRC": episodes.legacy_tests_src,
         "OPENENV_RUN_ID": run.name,
+        OWNER: None if profile.cluster.ray_address else str(run),
         "AGENT_MODEL_NAME": episodes.model_name,
         "MILES_ROUTER_EXTERNAL_HOST": episodes.router_external_host,
         "MILES_HOST_IP": episodes.host_ip,

@@ -25,6 +25,7 @@ from termrl.validation.records import Status, read_report
 KNOWN_MILES = ("0.1",)
 HOSTED = ("daytona", "e2b", "agentenv", "modal")
 
+_HINTS = {"environment": "termrl serve TASKS starts one, OPENENV_ENV_URL names it; termrl probe URL shows more"}
 _NAMED = 5
 _RAY_WAIT_S = 600.0
 _FILES_PER_EPISODE = 8
@@ -82,7 +83,7 @@ def preflight(
         try:
             found.extend(check(known))
         except TermrlError as error:
-            found.append(Problem(name, error.message, error.hint or ""))
+            found.append(Problem(name, error.message, error.hint or _HINTS.get(name, "")))
     return found
 
 

@@ -1,7 +1,8 @@
 """The processes of a launch: started, recorded by id in the run folder, and ended by that id, never by a name.
 
 A record is a pid with the moment at which the process began, so that a pid that is used again is never mistaken. While
-the launcher lives it adopts what its children leave behind, so nothing below it can get away unrecorded.
+the launcher lives it adopts what its children leave behind. Should it be killed before it recorded one, that one is
+still known by the run folder in its environment (:data:`OWNER`), which it inherited.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import psutil
 from termrl.runs.files import append_jsonl, read_jsonl
 
 RECORDS = "processes.jsonl"
+OWNER = "TERMRL_LAUNCH"
 
 _LOOK_S = 0.2
 _RECORD_S = 1.0
+_END_LOOK_S = 0.05
 _GRACE_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL = 64 * 1024
@@ -36,6 +39,7 @@ class Records:
 
     def __init__(self, run: Path) -> None:
         self.path = run / RECORDS
+        self._owner = str(run)
         self._known: set[tuple[int, int]] = set()
 
     def add(self, step: str, processes: Iterable[psutil.Process]) -> None:
@@ -54,13 +58,20 @@ class Records:
         append_jsonl(self.path, [{"kind": "job", "id": job, "address": address, "step": step}])
 
     def alive(self) -> list[psutil.Process]:
-        """The recorded processes of this machine that still run."""
-        here, found = _machine(), []
-        for record in read_jsonl(self.path):
-            if record["kind"] == "process" and record["machine"] == here and _began(record["pid"]) == record["began"]:
-                with contextlib.suppress(psutil.Error):
-                    found.append(psutil.Process(record["pid"]))
-        return [process for process in found if _runs(process)]
+        """The processes of this machine that were started for the run and still run; never this one."""
+        here = _machine()
+        recorded = {
+            record["pid"]
+            for record in read_jsonl(self.path)
+            if record["kind"] == "process" and record["machine"] == here and _began(record["pid"]) == record["began"]
+        }
+        return [process for process in psutil.process_iter() if process.pid in recorded or self._owns(process)]
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(OWNER) == self._owner and process.pid != os.getpid() and _runs(process)
+        except psutil.Error:
+            return False
 
     def jobs(self) -> list[tuple[str, str]]:
         """(id, address) of the Ray jobs."""
@@ -124,7 +135,7 @@ def end(living: Callable[[], list[psutil.Process]], *, grace_s: float = _GRACE_S
                 with contextlib.suppress(psutil.Error):
                     process.kill() if late else process.terminate()
             seen.add(process.pid)
-        psutil.wait_procs(processes, timeout=_LOOK_S)
+        time.sleep(_END_LOOK_S)
     return len(seen)
 
 
