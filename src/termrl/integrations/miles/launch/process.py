@@ -65,11 +65,12 @@ class Records:
             for record in read_jsonl(self.path)
             if record["kind"] == "process" and record["machine"] == here and _began(record["pid"]) == record["began"]
         }
-        return [process for process in psutil.process_iter() if process.pid in recorded or self._owns(process)]
+        others = (process for process in psutil.process_iter() if process.pid != os.getpid() and _runs(process))
+        return [process for process in others if process.pid in recorded or self._owns(process)]
 
     def _owns(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(OWNER) == self._owner and process.pid != os.getpid() and _runs(process)
+            return process.environ().get(OWNER) == self._owner
         except psutil.Error:
             return False
 
@@ -117,6 +118,7 @@ def run_command(
             records.add(step, _below(before))
             end(lambda: _below(before))
             child.wait()
+            _reap(_below(before))
             _pass_on(shown, out)
 
 
@@ -189,6 +191,12 @@ def _below(before: set[int]) -> list[psutil.Process]:
             with contextlib.suppress(psutil.Error):
                 found.extend(child.children(recursive=True))
     return found
+
+
+def _reap(adopted: Iterable[psutil.Process]) -> None:
+    for process in adopted:
+        with contextlib.suppress(OSError):
+            os.waitpid(process.pid, os.WNOHANG)
 
 
 def _runs(process: psutil.Process) -> bool:
