@@ -69,6 +69,7 @@ def miles(
     from termrl.integrations.miles.launch import launching
     from termrl.integrations.miles.launch.command import build
     from termrl.integrations.miles.launch.preflight import preflight
+    from termrl.integrations.miles.launch.process import ending_on_signals
     from termrl.integrations.miles.launch.profile import load_profile, profile_names
     from termrl.integrations.miles.launch.slurm import batch_script
 
@@ -95,16 +96,17 @@ def miles(
         launching.prepare_folder(run, loaded, text, resume=resume is not None)
         print(f"sbatch {run / launching.SCRIPT}")
         return 0
-    problems = preflight(loaded, plan, run, environ=os.environ, skip=skip_preflight)
-    _report(problems)
-    if any(not problem.warning for problem in problems):
-        raise TermrlError("nothing was started", hint="mend the above, or --skip-preflight CHECK")
-    if check:
-        print("termrl launch: all checks hold")
-        return 0
-    launching.prepare_folder(run, loaded, text, resume=resume is not None)
-    _say(f"run folder {run}")
-    return launching.launch(loaded, plan, run, environ=os.environ, say=_say)
+    with ending_on_signals():
+        problems = preflight(loaded, plan, run, environ=os.environ, skip=skip_preflight)
+        _report(problems)
+        if any(not problem.warning for problem in problems):
+            raise TermrlError("nothing was started", hint="mend the above, or --skip-preflight CHECK")
+        if check:
+            print("termrl launch: all checks hold")
+            return 0
+        launching.prepare_folder(run, loaded, text, resume=resume is not None)
+        _say(f"run folder {run}")
+        return launching.launch(loaded, plan, run, environ=os.environ, say=_say)
 
 
 @app.command

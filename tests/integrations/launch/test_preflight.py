@@ -13,7 +13,8 @@ import pytest
 from termrl.errors import ConfigError
 from termrl.integrations.miles.launch import node
 from termrl.integrations.miles.launch.command import build
-from termrl.integrations.miles.launch.preflight import CHECKS, Problem, preflight
+from termrl.integrations.miles.launch.findings import Problem
+from termrl.integrations.miles.launch.preflight import CHECKS, preflight
 from termrl.integrations.miles.launch.profile import load_profile
 from termrl.validation.records import Report, Status, TaskReport
 from tests.environment.server.served import Server, served, write_task
@@ -194,7 +195,7 @@ def test_measured_faults_above_two_percent_are_warned_about(found: Found, tmp_pa
 
 
 def test_open_files(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("termrl.integrations.miles.launch.preflight._FILES_OF_MILES", 1 << 40)
+    monkeypatch.setattr("termrl.integrations.miles.launch.machine_checks._FILES_OF_MILES", 1 << 40)
     assert "open files where miles runs" in found()["open-files"][0]
 
 

@@ -120,7 +120,7 @@ def test_failed_step_ends_the_launch_with_its_code(tmp_path: Path, given: list[s
     assert "train: ended with code 7" in done.stderr
     unknown = termrl("miles", "qwen3-8b", *given, "--set", "model.megatron_model_type=no-such-model")
     assert unknown.returncode == 1
-    assert "no model args script" in unknown.stderr
+    assert "model_args_utils.py no-such-model: no model args script\n" in unknown.stderr
 
 
 def test_daemons_that_training_left_behind_are_gone_when_it_ends(

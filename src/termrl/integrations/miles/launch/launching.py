@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from termrl.errors import ConfigError, RunError
 from termrl.integrations.miles.launch.command import TRACKER, Plan, Step
-from termrl.integrations.miles.launch.process import Records, clean_up, ending_on_signals, run_command
+from termrl.integrations.miles.launch.process import Records, clean_up, run_command
 from termrl.integrations.miles.launch.profile import Profile
 from termrl.integrations.miles.launch.rayjobs import RayJobs
 from termrl.integrations.miles.launch.secrets import MASK, held_secrets, masked
@@ -63,17 +64,16 @@ def prepare_folder(run: Path, profile: Profile, text: str, *, resume: bool) -> N
 def launch(profile: Profile, plan: Plan, run: Path, *, environ: Mapping[str, str], say: Say) -> int:
     """Run every step; returns the exit code of the first that fails, else 0. Ends what it started, however it ends."""
     address = profile.cluster.ray_address
-    with ending_on_signals():
-        jobs = None if address is None else RayJobs(address)
-        for step in plan.steps:
-            if jobs is None and step.unless is not None and Path(step.unless).exists():
-                say(f"{step.name}: left out, {step.unless} is there")
-                continue
-            say(f"{step.name}: begins; log: {run / 'logs' / f'{step.name}.log'}")
-            code = _run(step, plan, run, environ) if jobs is None else _submit(jobs, step, plan, run, say)
-            if code:
-                say(f"{step.name}: ended with code {code}")
-                return code
+    jobs = None if address is None else RayJobs(address)
+    for step in plan.steps:
+        if jobs is None and step.unless is not None and Path(step.unless).exists():
+            say(f"{step.name}: left out, {step.unless} is there")
+            continue
+        say(f"{step.name}: begins; log: {run / 'logs' / f'{step.name}.log'}")
+        code = _run(step, plan, run, environ) if jobs is None else _submit(jobs, step, plan, run, say)
+        if code:
+            say(f"{step.name}: ended with code {code}")
+            return code
     return 0
 
 
@@ -99,27 +99,29 @@ def _run(step: Step, plan: Plan, run: Path, environ: Mapping[str, str]) -> int:
         if step.model_args:
             asked = subprocess.run(step.model_args, cwd=step.cwd, env=env, capture_output=True, text=True, check=False)
             if asked.returncode:
+                said = (asked.stderr.strip() or "it says nothing").splitlines()[-1]
                 raise RunError(
-                    f"{step.name}: {shlex.join(step.model_args)}: {asked.stderr.strip().splitlines()[-1:]}",
+                    f"{step.name}: {shlex.join(step.model_args)}: {said}",
                     hint="model.megatron_model_type is a file of miles' scripts/models",
                 )
             words = asked.stdout.split()
-        return run_command(step.words(words), step=step.name, cwd=step.cwd, env=env, run=run)
+        code = run_command(step.words(words), step=step.name, cwd=step.cwd, env=env, run=run)
+        return code if code >= 0 else 128 - code
     except OSError as error:
         raise RunError(f"{step.name}: {error.filename}: {error.strerror}") from None
 
 
 def _submit(jobs: RayJobs, step: Step, plan: Plan, run: Path, say: Say) -> int:
-    job = jobs.submit(step.name, step.shell(), plan.env, run=run.name)
+    job = f"termrl-{run.name}-{step.name}-{uuid.uuid4().hex[:8]}"
     Records(run).add_job(step.name, job, jobs.address)
-    say(f"{step.name}: Ray job {job}")
     log = run / "logs" / f"{step.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
+        jobs.submit(job, step.shell(), plan.env)
+        say(f"{step.name}: Ray job {job}")
         status = jobs.follow(job, sys.stdout.buffer)
     except BaseException:
         jobs.stop(job)
         raise
-    finally:
-        log.write_text(jobs.logs(job), encoding="utf-8")
+    log.write_text(jobs.logs(job), encoding="utf-8")
     return 0 if status == "SUCCEEDED" else 1

@@ -116,7 +116,11 @@ def run_command(
             return child.returncode
         finally:
             records.add(step, _below(before))
-            end(lambda: _below(before))
+            try:
+                end(lambda: _below(before))
+            except KeyboardInterrupt:
+                end(lambda: _below(before), grace_s=0.0)
+                raise
             child.wait()
             _reap(_below(before))
             _pass_on(shown, out)

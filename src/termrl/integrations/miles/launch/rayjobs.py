@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shlex
 import time
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -38,15 +37,13 @@ class RayJobs:
         self.address = address
         self._client = _connect(address)
 
-    def submit(self, name: str, script: str, env: Mapping[str, str], *, run: str) -> str:
-        """Submit a script for bash; returns the job's id. ``env`` is kept by Ray in plain text."""
-        job = f"termrl-{run}-{name}-{uuid.uuid4().hex[:8]}"
+    def submit(self, job: str, script: str, env: Mapping[str, str]) -> None:
+        """Submit a script for bash under an id of the caller's. ``env`` is kept by Ray in plain text."""
         try:
-            return self._client.submit_job(
+            self._client.submit_job(
                 entrypoint=shlex.join(["bash", "-c", script]),
                 submission_id=job,
                 runtime_env={"env_vars": dict(env)},
-                metadata={"termrl_run": run, "termrl_step": name},
             )
         except RuntimeError as error:
             raise RayError(f"{self.address}: the job {job} is refused: {_first_line(error)}") from None
