@@ -104,6 +104,26 @@ def test_environment_with_too_few_sessions(found: Found) -> None:
     assert "has 4 sessions for 8 episodes at once" in message
 
 
+def test_environment_with_too_little_memory(found: Found, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "one", memory_mb=100)
+    write_task(tasks, "two", memory_mb=200)
+    with served(tasks, "--max-sessions", "4", "--max-memory-mb", "700") as small:
+        (message,) = found(f"episodes.url={small.url}")["environment"]
+    assert message.startswith("warning: ") and "has 700 MiB for tasks; 4 of the largest at once use 800 MiB" in message
+
+
+def test_token_file_opens_the_environment_and_its_lack_is_told(found: Found, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "one")
+    write_task(tasks, "two")
+    (tmp_path / "token").write_text("the-token-0123456789")
+    with served(tasks, "--max-sessions", "4", env={"TERMRL_TOKEN": "the-token-0123456789"}) as guarded:
+        assert found(f"episodes.url={guarded.url}", f"episodes.token_file={tmp_path / 'token'}") == {}
+        (message,) = found(f"episodes.url={guarded.url}")["environment"]
+    assert "wants a bearer token" in message
+
+
 def test_environment_that_does_not_answer(found: Found) -> None:
     begun = time.monotonic()
     (message,) = found("episodes.url=http://127.0.0.1:9")["environment"]

@@ -20,12 +20,15 @@ class Server:
     Attributes:
         tasks: ids of what it serves; ``None`` if it does not say.
         sessions: how many it takes at once; ``None`` if not known.
+        memory_mb: what all tasks in session may use; ``largest_mb``: what one of the largest uses.
         canonical: whether it scores by the tasks' own tests; ``None`` if not known.
         verifier_s: seconds that the tests of each task may take.
     """
 
     tasks: frozenset[str] | None = None
     sessions: int | None = None
+    memory_mb: int | None = None
+    largest_mb: int = 0
     canonical: bool | None = None
     verifier_s: dict[str, float] = field(default_factory=dict)
 
@@ -46,6 +49,8 @@ async def look_at_server(url: str, *, token_file: Path | None, sessions: int, ta
         return Server(
             tasks=frozenset(listed),
             sessions=capacity.get("max_sessions"),
+            memory_mb=capacity.get("max_memory_mb"),
+            largest_mb=max((int(task.get("memory_mb") or 0) for task in listed.values()), default=0),
             canonical=True,
             verifier_s={name: float(s) for name, s in budgets.items() if isinstance(s, int | float)},
         )

@@ -113,6 +113,15 @@ def check_environment(known: Known) -> Iterator[Problem]:
             "(rollout_batch_size × n_samples_per_prompt)",
             f"termrl serve --max-sessions {profile.concurrency}, or a smaller batch",
         )
+    needed_mb = server.largest_mb * profile.concurrency
+    if server.memory_mb is not None and server.memory_mb < needed_mb:
+        yield Problem(
+            "environment",
+            f"{profile.env_url} has {server.memory_mb} MiB for tasks; {profile.concurrency} of the largest at once use "
+            f"{needed_mb} MiB: episodes would wait for each other",
+            f"termrl serve --max-memory-mb {needed_mb} on a machine that has it",
+            warning=True,
+        )
     if server.canonical is False:
         yield Problem(
             "environment",
