@@ -81,14 +81,18 @@ def miles(
             "no profile is named",
             hint=f"termrl launch miles {profile_names()[0]} (or {', '.join(profile_names()[1:])})",
         )
+    if extra and not extra[0].startswith("-"):
+        raise ConfigError(f"unexpected {extra[0]}", hint="flags of miles go behind --, settings are --set key=value")
     loaded = load_profile(name, files=config, environ=os.environ, settings=set_)
+    loaded = loaded.model_copy(update={"extra": (*loaded.extra, *extra)})
     run = (resume or run_dir or Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    plan = build(loaded, run, mode=mode, resume=resume is not None, extra=extra)
+    plan = build(loaded, run, mode=mode, resume=resume is not None)
     text = launching.script(loaded, plan, environ=os.environ)
     if slurm:
-        again = ["termrl", "launch", "miles", str(run / launching.PROFILE), "--mode", mode, "--run-dir", str(run)]
+        begun = [str(run / launching.PROFILE), "--run-dir", str(run)] if resume is None else ["--resume", str(run)]
+        again = ["termrl", "launch", "miles", *begun, "--mode", mode]
         again += [word for check_name in skip_preflight for word in ("--skip-preflight", check_name)]
-        text = batch_script(loaded, run, again, extra)
+        text = batch_script(loaded, run, again)
     if dry_run:
         sys.stdout.write(text)
         return 0

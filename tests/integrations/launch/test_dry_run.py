@@ -57,7 +57,7 @@ def test_dry_run_prints_the_exact_command_and_environment(name: str, termrl: Ter
 def test_slurm_script_starts_ray_on_every_node_and_the_launch_on_the_first(termrl: Termrl) -> None:
     arguments = ("miles", "glm-5.2", "--slurm", "--dry-run", "--run-dir", RUN, "--set", ROWS)
     network = ("--set", "slurm.network_prefix=10.4.", "--set", "slurm.setup=ulimit -n 65536")
-    done = termrl(*arguments, *network, "--", "--lr-warmup-iters", "5")
+    done = termrl(*arguments, *network)
     assert (done.returncode, done.stderr) == (0, "")
     check_golden("glm-5.2.sbatch.txt", done.stdout)
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
@@ -187,9 +187,14 @@ def test_unknown_profile_names_the_close_one(termrl: Termrl) -> None:
 
 
 def test_extra_flags_come_last() -> None:
-    words = train_words(extra=("--lr", "2e-6"))
+    words = train_words("extra=--lr,2e-6")
     assert words[-2:] == ["--lr", "2e-6"]
     assert words.index("--lr") < len(words) - 2
+
+
+def test_flags_of_miles_that_are_not_behind_the_dashes_are_refused(termrl: Termrl) -> None:
+    assert "flags of miles go behind --" in termrl("miles", "qwen3-8b", "num_rollout=5", "--dry-run").stderr
+    assert termrl("miles", "qwen3-8b", "--num-rollout", "5", "--dry-run").returncode == 2
 
 
 def test_rollout_only_samples_and_prepares_nothing_for_megatron() -> None:

@@ -18,6 +18,7 @@ from termrl.integrations.miles.launch.preflight import CHECKS, preflight
 from termrl.integrations.miles.launch.profile import load_profile
 from termrl.validation.records import Report, Status, TaskReport
 from tests.environment.server.served import Server, served, write_task
+from tests.environment.upstreams import echo_app, hosted_in_thread, newer_app, older_app
 from tests.integrations.launch.conftest import environ
 from tests.integrations.launch.fake_miles import fake_miles, rows, settings
 
@@ -122,6 +123,19 @@ def test_token_file_opens_the_environment_and_its_lack_is_told(found: Found, tmp
         assert found(f"episodes.url={guarded.url}", f"episodes.token_file={tmp_path / 'token'}") == {}
         (message,) = found(f"episodes.url={guarded.url}")["environment"]
     assert "wants a bearer token" in message
+
+
+def test_other_servers_are_tried(found: Found, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "one")
+    with hosted_in_thread(older_app(tasks, max_sessions=2)) as url:
+        few, scoring = found(f"episodes.url={url}")["environment"]
+    assert few.startswith(f"{url} has 2 sessions for 4 episodes at once")
+    assert scoring == f"warning: {url} does not score by the tasks' own tests/test.sh"
+    with hosted_in_thread(newer_app(tasks, max_sessions=4)) as url:
+        assert found(f"episodes.url={url}") == {}
+    with hosted_in_thread(echo_app()) as url:
+        assert found(f"episodes.url={url}")["environment"] == [f"{url} is no terminal environment"]
 
 
 def test_environment_that_does_not_answer(found: Found) -> None:

@@ -194,7 +194,7 @@ def test_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path, given: list[str], termrl: Termrl) -> None:
     run = tmp_path / "run"
-    assert termrl("miles", "qwen3-8b", *given, "--set", "rollout.num_rollout=9").returncode == 0
+    assert termrl("miles", "qwen3-8b", *given, "--set", "rollout.num_rollout=9", "--", "--first", "1").returncode == 0
     refused = termrl("miles", "--resume", run, *SKIPPED)
     assert "no checkpoint to resume from" in refused.stderr
     (run / "checkpoints").mkdir()
@@ -205,7 +205,7 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path, given: list
     words = seen(tmp_path)["argv"]
     assert words[words.index("--num-rollout") + 1] == "9"
     assert words[words.index("--save-interval") + 1] == "3"
-    assert words[-2:] == ["--more", "1"]
+    assert words[-4:] == ["--first", "1", "--more", "1"]
     another = termrl("miles", "qwen3-8b", *given)
     assert "holds a run already" in another.stderr
 

@@ -70,21 +70,18 @@ class Plan:
         return self.steps[-1]
 
 
-def build(
-    profile: Profile, run: Path, *, mode: Mode = "train", resume: bool = False, extra: Sequence[str] = ()
-) -> Plan:
+def build(profile: Profile, run: Path, *, mode: Mode = "train", resume: bool = False) -> Plan:
     """The plan of a launch.
 
     Args:
         run: the run folder; absolute, and on every machine the same.
         mode: ``rollout-only`` samples and does not train.
         resume: the run folder has checkpoints; nothing is prepared.
-        extra: flags of miles that come last.
 
     Raises:
         ConfigError: a secret would be on a command line or in a job's variables.
     """
-    train = _train(profile, run, mode, extra)
+    train = _train(profile, run, mode)
     steps = (train,) if resume else (*_prepare(profile, mode), train)
     env = _environment(profile, run)
     told = [word for step in steps for word in step.argv]
@@ -95,7 +92,7 @@ def build(
     return Plan(steps, env)
 
 
-def _train(profile: Profile, run: Path, mode: Mode, extra: Sequence[str]) -> Step:
+def _train(profile: Profile, run: Path, mode: Mode) -> Step:
     cluster = profile.cluster
     placement = (
         [*flag("rollout_num_gpus", cluster.rollout_nodes * cluster.gpus_per_node)]
@@ -138,7 +135,7 @@ def _train(profile: Profile, run: Path, mode: Mode, extra: Sequence[str]) -> Ste
         *(wandb.argv() if wandb.use_wandb else ()),
         *(prometheus.argv() if prometheus.use_prometheus else ()),
         *flag("debug_rollout_only", mode == "rollout-only"),
-        *extra,
+        *profile.extra,
     ]
     script = "train_async.py" if profile.rollout.fully_async else "train.py"
     argv = (profile.paths.python, f"{profile.paths.miles}/{script}", MODEL_ARGS_WORD, *words)

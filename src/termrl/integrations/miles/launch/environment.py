@@ -61,6 +61,8 @@ async def look_at_server(url: str, *, token_file: Path | None, sessions: int, ta
             f"{url}: {failed.name}: {failed.error}" if failed else f"{url} is not usable",
             hint=f"termrl probe {url} shows more",
         )
+    if found.kind != "terminal":
+        raise EnvironmentLostError(f"{url} is no terminal environment", hint=f"termrl probe {url} shows what it is")
     return Server(sessions=found.admitted, canonical=found.canonical)
 
 

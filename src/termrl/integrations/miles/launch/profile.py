@@ -146,6 +146,7 @@ class Profile(Section):
     dump_details: bool = Field(default=True, description="keep every rollout in dump_details/ of the run folder")
     slurm: Slurm = Slurm()
     preflight: PreflightSettings = PreflightSettings()
+    extra: tuple[str, ...] = Field(default=(), description="words that come last on miles' command line")
     env: dict[str, str] = Field(default={}, description="further variables of every process; none may be a secret")
 
     @property

@@ -13,12 +13,11 @@ RAY_PORT = 6379
 DASHBOARD_PORT = 8265
 
 
-def batch_script(profile: Profile, run: Path, again: Sequence[str], extra: Sequence[str] = ()) -> str:
+def batch_script(profile: Profile, run: Path, again: Sequence[str]) -> str:
     """The script for ``sbatch``.
 
     Args:
         again: the words of the launch, without its Ray address; run on the first node.
-        extra: flags of miles that come last.
     """
     cluster, slurm = profile.cluster, profile.slurm
     nodes = cluster.nodes + cluster.rollout_nodes
@@ -55,7 +54,7 @@ def batch_script(profile: Profile, run: Path, again: Sequence[str], extra: Seque
             f'  ray start --head --node-ip-address="$head_ip" --port={RAY_PORT} --num-gpus={gpus} '
             f"--dashboard-port={DASHBOARD_PORT} --disable-usage-stats",
             f'  {shlex.join(again)} --set cluster.ray_address=http://"$head_ip":{DASHBOARD_PORT} '
-            '--set cluster.master_addr="$head_ip"' + (f" -- {shlex.join(extra)}" if extra else ""),
+            '--set cluster.master_addr="$head_ip"',
             "}",
             "on_worker() {",
             "  set -e",
