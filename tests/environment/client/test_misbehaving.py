@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
-from websockets.frames import OP_PONG
+from websockets.frames import Opcode
 
 from termrl.environment.client import ClientOptions, EnvClient
 from termrl.environment.protocol import Action
@@ -214,7 +214,7 @@ async def test_capacity_in_mid_session_is_no_reason_to_connect_again() -> None:
 async def unponged(connection: ServerConnection) -> None:
     """A server that answers no ping, as behind a tunnel that drops them."""
     send = connection.protocol.send_frame
-    connection.protocol.send_frame = lambda frame: None if frame.opcode is OP_PONG else send(frame)  # type: ignore[method-assign]
+    connection.protocol.send_frame = lambda frame: None if frame.opcode is Opcode.PONG else send(frame)  # type: ignore[method-assign]
 
     async def slow(message: dict[str, Any]) -> str | None:
         if message["type"] == "step":
