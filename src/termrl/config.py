@@ -16,6 +16,7 @@ from termrl.environment.address import Address
 from termrl.environment.remote_config import RemoteSettings
 from termrl.errors import ConfigError
 from termrl.rollout.bounded import Bounds
+from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
 from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
@@ -69,7 +70,16 @@ class TasksConfig(Section):
     skip_broken: bool = Field(
         default=False, description="leave broken task folders out instead of refusing the whole set"
     )
+    validation: tuple[Path, ...] = Field(
+        default=(),
+        description="reports of termrl validate: every task, held-out ones too, must be sound by one of them",
+    )
+    allow_unsound: bool = Field(default=False, description="take tasks that the reports do not call sound, too")
     curriculum: CurriculumConfig = CurriculumConfig()
+
+    def reports(self) -> tuple[Path, ...]:
+        """The reports that tasks are held against."""
+        return () if self.allow_unsound else self.validation
 
 
 class EvaluationConfig(Section):
@@ -92,6 +102,10 @@ class SandboxConfig(Section):
 
     backend: str = Field(default="bubblewrap", description="which sandbox provider")
     settings: dict[str, Any] = Field(default={}, description="settings of that provider, passed on as they are")
+
+    def provider_settings(self, images: ImageSettings) -> dict[str, Any]:
+        """What :func:`termrl.sandboxes.open_provider` is given for ``backend``."""
+        return {**({"images": images} if self.backend == "docker" else {}), **self.settings}
 
 
 class EnvironmentConfig(RemoteSettings):
@@ -265,6 +279,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    images: ImageSettings = ImageSettings()
     episode: EpisodeConfig = EpisodeConfig()
     verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -273,6 +288,10 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     track: TrackConfig = TrackConfig()
+
+    def sandbox_settings(self) -> dict[str, Any]:
+        """What :func:`termrl.sandboxes.open_provider` is given for ``sandbox.backend``."""
+        return self.sandbox.provider_settings(self.images)
 
     def bounds(self) -> Bounds:
         """How long a rollout or an evaluation waits for environments and engine."""

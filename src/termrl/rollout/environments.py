@@ -86,7 +86,7 @@ async def _here(
 ) -> AsyncIterator[Environments]:
     from termrl.environment.terminal import LocalEnvironmentFactory
 
-    async with open_sandboxes(config.sandbox.backend, **config.sandbox.settings) as provider:
+    async with open_sandboxes(config.sandbox.backend, **config.sandbox_settings()) as provider:
         factory = LocalEnvironmentFactory(
             tasks, provider, command_timeout_s=config.episode.command_timeout_s, rules=config.verify.rules()
         )
@@ -229,6 +229,7 @@ def write_serve_settings(config: TrainConfig, tasks: Mapping[str, Task], run: Pa
         "reset_s": config.episode.reset_s,
         "idle_s": config.stop.engine_s + _IDLE_S,
         "sandbox": config.sandbox.model_dump(mode="json"),
+        "images": config.images.model_dump(mode="json"),
         "verify": config.verify.model_dump(mode="json"),
     }
     path = run / SETTINGS

@@ -255,7 +255,13 @@ async def _closing(environment: Environment) -> AsyncIterator[Environment]:
     try:
         yield environment
     finally:
-        await asyncio.shield(environment.close())
+        closing = asyncio.ensure_future(environment.close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            # an episode that is cancelled while it closes still holds its sandbox; the close is bounded by itself
+            await asyncio.wait({closing})
+            raise
 
 
 def _environment_lost(episode: Episode) -> bool:

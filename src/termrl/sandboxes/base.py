@@ -12,15 +12,34 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
+NETWORK_MODES: tuple[NetworkMode, ...] = get_args(NetworkMode)
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 # 86 of Terminal-Bench 2's 89 images have their working directory there.
 DEFAULT_WORKDIR = "/app"
 # What a backend can bound (see SandboxProvider.limits); files are bytes.
 RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
+
+
+@dataclass(frozen=True)
+class Privileges:
+    """What a command of a sandbox may do; the default is nothing at all.
+
+    Attributes:
+        capabilities: what uid 0 keeps, as in ``CAP_CHOWN`` without its prefix; never one that reaches beyond a sandbox.
+        setuid: setuid programs of the image give what they say.
+        kernel_root: uid 0 in a sandbox is the kernel's own uid 0.
+        first_process_at_risk: a command can make the kernel take the first process, and so the sandbox, when memory
+            runs out.
+    """
+
+    capabilities: frozenset[str] = frozenset()
+    setuid: bool = False
+    kernel_root: bool = False
+    first_process_at_risk: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,7 @@ class SandboxSpec:
         files: a host folder whose contents are put into ``workdir`` at start, or ``None``.
         env: the image's and task's environment for every command.
         user: who runs the agent's commands, a name or uid of the image; ``None`` for the image's own user.
+        verifier_user: who runs the tests, likewise.
         healthcheck: what must succeed before the sandbox is handed out.
         allowed_hosts: what ``network_mode = "allowlist"`` lets through.
         gpus: how many GPUs the task wants.
@@ -79,6 +99,7 @@ class SandboxSpec:
     network_mode: NetworkMode = "no-network"
     allowed_hosts: tuple[str, ...] = ()
     user: str | None = None
+    verifier_user: str | None = None
     healthcheck: Healthcheck | None = None
     gpus: int = 0
 
@@ -215,6 +236,11 @@ class SandboxProvider(abc.ABC):
         The resources are those of :data:`RESOURCES`.
         """
         return {}
+
+    @property
+    def privileges(self) -> Privileges:
+        """What a command may do; the conformance suite holds a backend to it."""
+        return Privileges()
 
     def sweep(self) -> object:
         """Remove what dead owners of this backend left on this machine; never touch what a live one has.

@@ -25,6 +25,7 @@ from termrl.runs.store import RunStore, versions
 from termrl.sandboxes import SandboxProvider, open_provider
 from termrl.training import checkpoints
 from termrl.training.events import Silent, Watcher
+from termrl.validation.gate import check_sound
 
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
@@ -67,6 +68,7 @@ def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None)
     check_families(config)
     opening(config.episode.opening)
     pools = load_pools(config) if config.tasks.dir is not None else None
+    check_sound(config.tasks.reports(), pools.by_id if pools is not None else {})
     if config.environment.url is None:
         asyncio.run(_check_sandbox(config, pools))
     else:
@@ -82,7 +84,7 @@ def _check_server(config: TrainConfig, pools: TaskPools | None, say: Callable[[s
 
 
 async def _check_sandbox(config: TrainConfig, pools: TaskPools | None) -> None:
-    async with open_provider(config.sandbox.backend, **config.sandbox.settings) as provider:
+    async with open_provider(config.sandbox.backend, **config.sandbox_settings()) as provider:
         if pools is not None:
             check_runnable(pools, provider)
 
@@ -120,6 +122,7 @@ async def train(
     progress = Progress.from_state(checkpoint.loop) if checkpoint is not None else Progress()
     if pools is None:
         pools = _bundled_pools(config, store.path / TASKS)
+        check_sound(config.tasks.reports(), pools.by_id)
     base = {"name": config.model.path, "sha256": model_sha256(model)}
     check_inputs(store.path, model=base["sha256"], tasks=pools.by_id)
     if resume:

@@ -48,7 +48,7 @@ _MAX_TICK_MS = 100
 _LOOK = """\
 for p in /proc/[0-9]*; do
   pid=${p#/proc/}
-  [ "$pid" = 1 ] || [ "$pid" = $$ ] || { read -r name <"$p/comm" && printf 'p %s\\n' "$name"; }
+  [ "$pid" = 1 ] || [ "$pid" = $$ ] || [ "$pid" = $PPID ] || { read -r name <"$p/comm" && printf 'p %s\\n' "$name"; }
 done 2>/dev/null
 [[ $(</proc/net/sockstat) == 'sockets: used 0'$'\\n'* ]] || printf '%s\\n' "$(</proc/net/tcp)" "$(</proc/net/tcp6)"
 true
