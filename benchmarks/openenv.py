@@ -1,8 +1,8 @@
 """The environment server against its bars, beside openenv's own echo-like environment and the same work in process.
 
 Round trips, command rates, start and memory, what 100 clients killed in mid-step and a server killed with live
-sessions leave behind, and the same training run with its environments in process and behind the server. ``--tiny`` trains a random
-model whose vocabulary holds whole commands, so that nearly all its time is the environments'.
+sessions leave behind, and the same training run with its environments in process and behind the server. ``--tiny``
+trains a random model whose vocabulary holds whole commands, so that nearly all its time is the environments'.
 """
 
 from __future__ import annotations
