@@ -21,6 +21,7 @@ BAD_USAGE = 2
 
 _VERBS = {
     "train": ("termrl.cli.train:train", "Train a model on terminal tasks by GRPO."),
+    "serve": ("termrl.cli.serve:serve", "Serve tasks to OpenEnv clients."),
     "tasks": ("termrl.cli.tasks:app", "Generate, list and show tasks."),
     "export": ("termrl.cli.export:export", "Write a run's model as a stand-alone folder or adapter."),
     "doctor": ("termrl.cli.doctor:app", "Check this machine and say how to fix what is missing."),
