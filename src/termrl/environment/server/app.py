@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from termrl import __version__
 from termrl.environment.server.gate import Gate, current_connection
 from termrl.environment.server.openenv import (
     Environment,
@@ -31,6 +30,9 @@ from termrl.environment.server.wire import (
 )
 from termrl.errors import TermrlError
 from termrl.tasks.task import Task
+
+API_VERSION = "1.0.0"
+"""Of OpenEnv's HTTP interface, by which its validator knows the profile; ``/metadata`` has the version of termrl."""
 
 _TOO_MANY = 503
 _BAD = 422
@@ -82,7 +84,7 @@ class SessionServer(HTTPEnvServer):
 
 def build_app(sessions: Sessions, *, max_frame_bytes: int) -> ASGIApp:
     """Everything that the server answers, without a guard in front of it."""
-    app = FastAPI(title="termrl environment server", version=__version__)
+    app = FastAPI(title="termrl environment server", version=API_VERSION)
     SessionServer(sessions).register_routes(app, mode="simulation")
     _add_pages(app, sessions)
     app.add_exception_handler(SessionCapacityError, _answer("CAPACITY_REACHED", _TOO_MANY))
