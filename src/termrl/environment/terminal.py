@@ -11,6 +11,7 @@ from typing import Any
 
 from termrl.environment.protocol import Action, Environment, Observation, State
 from termrl.environment.sessions import Sessions, SessionView
+from termrl.environment.verdicts import verdict_info
 from termrl.errors import CommandError, TaskError
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Sandbox, SandboxProvider
 from termrl.tasks.task import Task
@@ -219,7 +220,7 @@ class TerminalEnvironment(Environment):
             return self._unscored(action, verdict)
         self._refusal, self._done = _DONE, True
         reward = verdict.reward if verdict.raw_reward is None else verdict.raw_reward
-        return self._observe("evaluate", output=verdict.output_tail, info=_verdict_info(verdict), reward=reward)
+        return self._observe("evaluate", output=verdict.output_tail, info=verdict_info(verdict), reward=reward)
 
     async def _close_action(self) -> Observation:
         await self._release(_CLOSED)
@@ -267,7 +268,7 @@ class TerminalEnvironment(Environment):
 
     def _unscored(self, action: Action, verdict: Verdict) -> Observation:
         error = f"no verdict: {verdict.cause}: {verdict.detail}"
-        info, output = _verdict_info(verdict), verdict.output_tail
+        info, output = verdict_info(verdict), verdict.output_tail
         return self._observe("evaluate", output=output, success=False, error=error, info=info, reward=None)
 
     def _observe(self, action_type: str, *, reward: float | None = 0.0, **fields: Any) -> Observation:
@@ -325,8 +326,3 @@ class LocalEnvironmentFactory:
             output_limit=self._output_limit,
             fresh=self.fresh,
         )
-
-
-def _verdict_info(verdict: Verdict) -> dict[str, Any]:
-    passed = None if verdict.outcome is Outcome.NO_VERDICT else verdict.outcome is Outcome.PASSED
-    return {"verdict": verdict.model_dump(mode="json"), "tests_passed": passed, "harness": verdict.harness}

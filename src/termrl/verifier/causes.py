@@ -100,7 +100,7 @@ CAUSES = MappingProxyType(
         Cause.SANDBOX_START: CauseRow(None, "the sandbox could not be started"),
         Cause.SANDBOX_LOST: CauseRow(None, "the sandbox died or stopped answering"),
         Cause.ENVIRONMENT_LOST: CauseRow(None, "the environment failed in any other way, or has no episode"),
-        Cause.CAPACITY: CauseRow(None, "the environment server had no free slot", needs="an environment server"),
+        Cause.CAPACITY: CauseRow(None, "the environment server had no free slot in time"),
         Cause.ENGINE_ERROR: CauseRow(None, "the policy's endpoint failed"),
         Cause.IMAGE_UNAVAILABLE: CauseRow(None, "an image could not be pulled", needs="a sandbox that pulls images"),
         Cause.BOOTSTRAP_FAILED: CauseRow(None, "the tests could not download or install what they need"),
