@@ -74,7 +74,7 @@ class EnvClient:
         Raises:
             EnvironmentLostError: nobody answers there, or not as an OpenEnv server; or this client was connected
                 before (a new session needs a new client).
-            ConfigError: the server refuses the token.
+            ConfigError: the server refuses the token, or this client.
         """
         if self._connection is not None or self._full is not None:
             raise EnvironmentLostError("this client was connected before; a new session needs a new client")

@@ -78,7 +78,7 @@ class Connection:
         Raises:
             EnvironmentLostError: nobody answers there, or not as an OpenEnv server.
             CapacityError: the server is too busy to let anyone in.
-            ConfigError: the server refuses the token.
+            ConfigError: the server refuses the token, or this client.
         """
         # a proxy for a server on this machine is never meant
         direct: dict[str, Any] = {"proxy": None} if address.loopback and _KNOWS_PROXIES else {}
@@ -118,11 +118,12 @@ class Connection:
         if self._waiting is not None:
             raise RuntimeError("a session takes one call at a time")
         try:
-            text = json.dumps(message, allow_nan=False)
-        except ValueError as error:
+            text = json.dumps(message, allow_nan=False, ensure_ascii=False)
+            size = len(text.encode())
+        except ValueError as error:  # half a surrogate pair, too
             raise CommandError(f"it cannot be sent as JSON: {error}") from None
-        if len(text) > MAX_REQUEST_BYTES:
-            raise CommandError(f"a message of {len(text)} bytes is over the protocol's {MAX_REQUEST_BYTES}")
+        if size > MAX_REQUEST_BYTES:
+            raise CommandError(f"a message of {size} bytes is over the protocol's {MAX_REQUEST_BYTES}")
         waiting = self._waiting = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline_s):
@@ -134,7 +135,9 @@ class Connection:
         except ConnectionClosed:
             # what it said before it closed is still to be read
             await asyncio.wait({self._reader}, timeout=CLOSE_S)
-            raise self.lost or self._lose(EnvironmentLostError(_CLOSED)) from None
+            if not waiting.done() or waiting.exception() is not None:
+                raise self.lost or self._lose(EnvironmentLostError(_CLOSED)) from None
+            frame = waiting.result()
         except asyncio.CancelledError:
             self._lose(EnvironmentLostError("a call into the environment server was given up"))
             raise
@@ -240,6 +243,10 @@ def _coded(data: dict[str, Any]) -> ServerError | CapacityError:
     if code == "CAPACITY_REACHED":
         active, most = data.get("active_sessions"), data.get("max_sessions")
         return CapacityError(f"the environment server has no free slot ({active} of {most} in use)")
+    errors = data.get("errors")
+    first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else {}
+    if isinstance(first.get("loc"), list):
+        said = f"{said}: {'.'.join(str(part) for part in first['loc'])}: {first.get('msg')}"[:1000]
     return ServerError(code, said, {name: value for name, value in data.items() if name not in ("code", "message")})
 
 
@@ -256,10 +263,15 @@ def _name(message: dict[str, Any]) -> str:
 
 
 def _refusal(where: str, status: int, *, with_token: bool) -> ConfigError | CapacityError | EnvironmentLostError:
-    if status in (401, 403):
+    if status == 401:
         return ConfigError(
             f"{where} refuses {'the token' if with_token else 'to serve without a token'} ({status})",
             hint=f"put the server's token in a file (token_file) or in ${TOKEN_VARIABLE}",
+        )
+    if status == 403:
+        return ConfigError(
+            f"{where} refuses this client, or has no OpenEnv endpoint ({status})",
+            hint="give the URL under which /ws is, by a name that the server knows itself by",
         )
     if status in (429, 503):
         return CapacityError(f"{where} lets nobody in ({status})")

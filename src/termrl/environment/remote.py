@@ -15,9 +15,18 @@ from termrl.environment.legacy import CHECK_S, COMMAND_TIMEOUT_S, TESTS_FOUND, L
 from termrl.environment.protocol import Action, Environment, Observation, State
 from termrl.environment.remote_config import RemoteSettings
 from termrl.environment.verdicts import verdict_info, verdict_of
-from termrl.errors import CommandError, ConfigError, EnvironmentLostError, SandboxStartError, ServerError
+from termrl.errors import (
+    CapacityError,
+    CommandError,
+    ConfigError,
+    EnvironmentLostError,
+    SandboxStartError,
+    ServerError,
+    TaskError,
+    TermrlError,
+)
 from termrl.verifier.attribution import attribute
-from termrl.verifier.verdict import Cause, Outcome, Verdict
+from termrl.verifier.verdict import INFRASTRUCTURE_CAUSES, Cause, Outcome, Verdict
 
 ServerKind = Literal["termrl", "canonical", "legacy"]
 """What a server does: sends whole verdicts; scores by test.sh; neither, so that the adapter scores."""
@@ -133,16 +142,7 @@ class RemoteEnvironment(Environment):
         await self._release(_CLOSED)
 
     async def _begun(self, task_id: str, seed: int | None, episode_id: str) -> Observation:
-        if self._client is None or not self._client.connected:
-            await self._release(_RESET_FAILED)
-            self._client = EnvClient(self._url, self._options)
-            await self._client.connect()
-        client = self._client
-        client.waited_s = 0.0
-        try:
-            observation = await client.reset(task_id, seed=seed, episode_id=episode_id)
-        except ServerError as error:
-            raise _reset_error(task_id, error) from None
+        client, observation = await self._reset_somewhere(task_id, seed, episode_id)
         if observation.error or not observation.success:
             return observation
         self._kind = server_kind(observation, self._settings)
@@ -165,6 +165,22 @@ class RemoteEnvironment(Environment):
             terminal_ready=True,
         )
         return observation
+
+    async def _reset_somewhere(self, task_id: str, seed: int | None, episode_id: str) -> tuple[EnvClient, Observation]:
+        """Reset in the session that there is, if it can take the task, else in a new one."""
+        try:
+            if self._client is not None and self._client.connected:
+                try:
+                    self._client.waited_s = 0.0
+                    return self._client, await self._client.reset(task_id, seed=seed, episode_id=episode_id)
+                except CapacityError:
+                    pass
+            await self._release(_RESET_FAILED)
+            client = self._client = EnvClient(self._url, self._options)
+            await client.connect()
+            return client, await client.reset(task_id, seed=seed, episode_id=episode_id)
+        except ServerError as error:
+            raise _reset_error(task_id, error) from None
 
     async def _tests_exposed(self, observation: Observation, client: EnvClient) -> bool:
         """Whether the policy could read the tests. Servers of ours say so themselves, verdict by verdict."""
@@ -223,6 +239,7 @@ class RemoteEnvironment(Environment):
         except ServerError as error:
             if error.code == "VALIDATION_ERROR":
                 raise CommandError(f"the environment server does not take it: {error.reason}") from None
+            error.cause = _told_cause(error, error.cause)
             raise
 
     async def _evaluate(self, action: Action, client: EnvClient) -> Observation:
@@ -343,7 +360,21 @@ class RemoteEnvironmentFactory:
         return environment
 
 
-def _reset_error(task_id: str, error: ServerError) -> SandboxStartError | ServerError:
-    if error.code == "VALIDATION_ERROR":
-        return error
-    return SandboxStartError(f"{task_id}: the environment server could not start it: {error.reason or error.code}")
+def _reset_error(task_id: str, error: ServerError) -> TermrlError:
+    """What a coded answer to a reset means. Servers of ours add cause and hint; errors of the task have no cause."""
+    hint = error.details.get("hint")
+    hint = hint if isinstance(hint, str) else None
+    if error.code == "EXECUTION_ERROR" and "cause" in error.details and error.details["cause"] is None:
+        return TaskError(error.reason, hint=hint)
+    if error.code in ("EXECUTION_ERROR", "FACTORY_ERROR", "SESSION_ERROR"):
+        reason = error.reason or error.code
+        failed = SandboxStartError(f"{task_id}: the environment server could not start it: {reason}", hint=hint)
+        failed.cause = _told_cause(error, failed.cause)
+        return failed
+    return error
+
+
+def _told_cause(error: ServerError, default: str) -> str:
+    """The infrastructure's cause that a server of ours names."""
+    told = error.details.get("cause")
+    return told if isinstance(told, str) and told in INFRASTRUCTURE_CAUSES else default
