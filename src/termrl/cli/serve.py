@@ -98,8 +98,8 @@ def _run(config: ServeConfig, *, stop_with_parent: bool) -> int:
                 _say(f"left out {name}: {why}")
             sessions, admission = server.sessions, server.sessions.admission
             _say(
-                f"{len(sessions.tasks)} tasks in {sessions.backend} sandboxes; at most {admission.max_sessions} sessions "
-                f"and {admission.max_memory_mb} MiB; a reset without a task gets {sessions.default_task_id}"
+                f"{len(sessions.tasks)} tasks in {sessions.backend} sandboxes; a reset without a task gets "
+                f"{sessions.default_task_id}; at most {admission.max_sessions} sessions, {admission.max_memory_mb} MiB"
             )
             print(f"termrl serve: listening on {server.url}", flush=True)
             await (_stdin_closed() if stop_with_parent else asyncio.Event().wait())

@@ -6,7 +6,11 @@ from termrl.errors import CapacityError
 
 
 class Admission:
-    """Counts slots and memory. A lease is given back when its sandbox is gone, and not before."""
+    """Counts slots and memory. A lease is given back when its sandbox is gone, and not before.
+
+    Attributes:
+        refused: how often somebody was turned away, by what ran out.
+    """
 
     def __init__(self, *, max_sessions: int, max_memory_mb: int) -> None:
         self.max_sessions = max_sessions
@@ -22,7 +26,6 @@ class Admission:
             CapacityError: all are taken.
         """
         if self.active >= self.max_sessions:
-            self.refused["sessions"] += 1
             raise CapacityError(
                 f"all {self.max_sessions} sessions are taken", hint="wait for one to end, or raise --max-sessions"
             )
@@ -47,7 +50,6 @@ class Lease:
         admission = self._admission
         total = admission.memory_mb - self._memory_mb + memory_mb
         if memory_mb > self._memory_mb and total > admission.max_memory_mb:
-            admission.refused["memory"] += 1
             raise CapacityError(
                 f"{memory_mb} MiB do not fit: {admission.memory_mb} of {admission.max_memory_mb} MiB are taken",
                 hint="wait for a session to end, or raise --max-memory-mb",

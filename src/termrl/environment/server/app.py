@@ -71,7 +71,7 @@ class SessionServer(HTTPEnvServer):
         if connection is None:
             raise EnvironmentFactoryError(NAME, "a session is a WebSocket connection to /ws")
         environment = TerminalEnvironment(self._ours)
-        connection.own(environment.open())
+        connection.own(await environment.open())
         name = str(uuid.uuid4())
         self._open[name] = environment
         return name, environment

@@ -115,6 +115,8 @@ class Connection:
         while True:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
+                if self._session is not None:
+                    self._session.end()
                 self._over.set()
                 return
             held = held + _size(message) if self._ahead.qsize() else _size(message)

@@ -22,8 +22,8 @@ from termrl.serving import bind, running, url_of
 from termrl.tasks.task import Task
 from termrl.tasks.taskset import TaskSet
 
-# A session holds a socket, a sandbox's channel and, for moments, the streams of files; the rest is for the process.
-_FILES_PER_SESSION = 3
+# A session holds a socket and its sandbox's channel; the rest is for the process and for what is open for moments.
+_FILES_PER_SESSION = 2
 _FILES_BESIDE = 48
 _UVICORN_S = 5
 _NAMED = 5

@@ -21,6 +21,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MAX_LOOK_S = 5.0
+# Sandboxes that start at once; more gain nothing, and each has files open for that moment.
+_STARTING = 8
+# How long a newcomer waits for the slot of a session that is ending.
+_ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ class Session:
         """Whether an operation is running."""
         return self._operation is not None and not self._operation.done()
 
+    @property
+    def ending(self) -> bool:
+        """Whether its end has begun."""
+        return self._ending is not None
+
     async def reset(self, task_id: str, *, seed: int | None, episode_id: str | None) -> Observation:
         """Start a task, as :meth:`termrl.environment.protocol.Environment.reset`.
 
@@ -80,10 +89,10 @@ class Session:
         """
         task = self._sessions.tasks.get(task_id)
         if task is not None:
-            self._lease.need(task.sandbox.memory_mb or 0)
+            await self._sessions.admitted("memory", lambda: self._lease.need(task.sandbox.memory_mb or 0))
             self._verifier_s = task.verifier_timeout_s
         try:
-            call = self._environment.reset(task_id, seed=seed, episode_id=episode_id)
+            call = self._start(task_id, seed=seed, episode_id=episode_id)
             return await self._bounded("reset", self._budgets.reset_s + self._budgets.grace_s, call)
         finally:
             self._settle()
@@ -161,6 +170,10 @@ class Session:
             raise EnvironmentLostError(self._lost, hint="open another session")
         return operation.result()
 
+    async def _start(self, task_id: str, **arguments: Any) -> Observation:
+        async with self._sessions.starting:
+            return await self._environment.reset(task_id, **arguments)
+
     def _seconds(self, action: Action) -> float:
         budgets = self._budgets
         if action.action_type != "evaluate":
@@ -201,6 +214,7 @@ class Sessions:
         self.metrics = metrics
         self.backend = backend
         self.default_task_id = default_task_id
+        self.starting = asyncio.Semaphore(_STARTING)
         self._make = make
         self._live: set[Session] = set()
         self._reaper: asyncio.Task[None] | None = None
@@ -209,19 +223,38 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self) -> Session:
+    async def open(self) -> Session:
         """A session with a slot; its sandbox starts with the first reset.
 
         Raises:
-            CapacityError: there is no slot, or the server ends.
+            CapacityError: there is no slot and none is about to be free, or the server ends.
         """
         if self._closed:
             raise CapacityError("the server is ending")
         if self._reaper is None:
             self._reaper = asyncio.get_running_loop().create_task(self._reap())
-        session = Session(self, self._make(), self.admission.lease())
+        lease = await self.admitted("sessions", self.admission.lease)
+        session = Session(self, self._make(), lease)
         self._live.add(session)
         return session
+
+    async def admitted(self, by: str, ask: Callable[[], T]) -> T:
+        """What ``ask`` gives, as soon as it does while sessions are ending: a client that closed one may open the next.
+
+        Raises:
+            CapacityError: that of ``ask``, when no session has ended in time.
+        """
+        give_up = time.monotonic() + _ENDING_S
+        while True:
+            try:
+                return ask()
+            except CapacityError:
+                ending = {session.end() for session in self._live if session.ending}
+                left = give_up - time.monotonic()
+                if not ending or left <= 0:
+                    self.admission.refused[by] += 1
+                    raise
+            await asyncio.wait(ending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def forget(self, session: Session) -> None:
         """A session has ended."""

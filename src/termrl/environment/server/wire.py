@@ -87,7 +87,7 @@ class TerminalEnvironment(Environment[TerminalAction, TerminalObservation, Termi
         self._instruction = ""
         self.session: Session | None = None
 
-    def open(self) -> Session:
+    async def open(self) -> Session:
         """The session, with a slot.
 
         Raises:
@@ -95,7 +95,7 @@ class TerminalEnvironment(Environment[TerminalAction, TerminalObservation, Termi
         """
         if self.session is None:
             try:
-                self.session = self._sessions.open()
+                self.session = await self._sessions.open()
             except CapacityError as error:
                 admission = self._sessions.admission
                 raise SessionCapacityError(admission.active, admission.max_sessions, error.message) from error
@@ -106,7 +106,7 @@ class TerminalEnvironment(Environment[TerminalAction, TerminalObservation, Termi
     ) -> TerminalObservation:
         """Start the task that ``task_id`` or ``task_name`` names, else the server's default."""
         arguments = ResetArguments.model_validate({"seed": seed, "episode_id": episode_id, **kwargs})
-        with _noted(self.open()) as session:
+        with _noted(await self.open()) as session:
             if arguments.task_path or arguments.path:
                 raise TaskError("task_path: tasks are named by task_id, never by a path", hint="GET /tasks lists them")
             task_id = arguments.task_id or arguments.task_name or self._sessions.default_task_id
@@ -119,7 +119,7 @@ class TerminalEnvironment(Environment[TerminalAction, TerminalObservation, Termi
     ) -> TerminalObservation:
         """Run one action; ``timeout_s`` (of HTTP only) is not tbench2's and not used."""
         fields = action.model_dump(exclude={"metadata"})
-        with _noted(self.open()) as session:
+        with _noted(await self.open()) as session:
             observation = await session.step(protocol.Action.model_construct(**fields))
         verdict = observation.info.get("verdict")
         if verdict is None:
