@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from termrl.cli.tasks import generate
-from tests.upstream.served import served
+from tests.environment.server.served import served
 
 pytest.importorskip("openenv")
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("served") / "tasks"
     generate(folder, families=["create-empty"], per_family=1)
-    with served(folder) as url:
-        yield url
+    with served(folder) as server:
+        yield server.url
 
 
 def openenv(*arguments: str | Path) -> tuple[int, str]:

@@ -16,7 +16,7 @@ import pytest
 
 from termrl.environment.remote import RemoteEnvironmentFactory
 from termrl.environment.remote_config import RemoteSettings
-from tests.upstream.served import served
+from tests.environment.server.served import served
 from tests.upstream.tasks import write_tasks
 
 OURS = "termrl serve"
@@ -40,8 +40,8 @@ class Upstream:
 def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("openenv")
     folder = write_tasks(tmp_path_factory.mktemp("upstream") / "tasks")
-    with served(folder, "--max-sessions", "8", "--command_timeout_s", "3") as url:
-        yield url
+    with served(folder, "--max-sessions", "8", "--command_timeout_s", "3") as server:
+        yield server.url
 
 
 @pytest.fixture(params=[OURS, GIVEN])
