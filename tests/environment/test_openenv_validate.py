@@ -49,14 +49,14 @@ def test_a_live_server_passes_validation_by_url(url: str) -> None:
 
 
 def test_the_probe_of_the_manifest_passes_every_runtime_check(url: str) -> None:
+    from openenv.validation.graders import Subject
     from openenv.validation.graders.runtime.basic import (
         ObservationSchemaGrader,
         RewardWellFormedGrader,
         StateContractGrader,
     )
-    from openenv.validation.parsers.openenv_yaml import OpenEnvYamlParser
     from openenv.validation.manifest import NormalizedManifestV2
-    from openenv.validation.runner import Subject
+    from openenv.validation.parsers.openenv_yaml import OpenEnvYamlParser
     from openenv.validation.runtime.collector import collect_runtime_evidence
     from openenv.validation.runtime.contracts import load_runtime_plan
 
@@ -69,7 +69,12 @@ def test_the_probe_of_the_manifest_passes_every_runtime_check(url: str) -> None:
     assert len(steps) == len(plan.actions)
     assert json.loads(steps[-1].response_json)["data"]["done"] is True
     subject = Subject(
-        root=ROOT, manifest=manifest, image_ref=None, running=None, outputs_dir=ROOT / "outputs", runtime_evidence=evidence
+        root=ROOT,
+        manifest=manifest,
+        image_ref=None,
+        running=None,
+        outputs_dir=ROOT / "outputs",
+        runtime_evidence=evidence,
     )
     for grader in (RewardWellFormedGrader(), ObservationSchemaGrader(), StateContractGrader()):
         result = grader.run(subject)

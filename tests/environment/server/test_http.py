@@ -33,7 +33,8 @@ _mcp = st.fixed_dictionaries(
     {},
     optional={
         "jsonrpc": st.just("2.0") | _any,
-        "method": st.sampled_from(["tools/list", "tools/call", "openenv/session/create", "openenv/session/close"]) | _any,
+        "method": st.sampled_from(["tools/list", "tools/call", "openenv/session/create", "openenv/session/close"])
+        | _any,
         "params": _any,
         "id": _any,
     },
@@ -68,7 +69,9 @@ def test_a_body_that_is_no_request_gets_an_error_in_json(server: Server, path: s
 
 
 @pytest.mark.parametrize("path", list(_bodies))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_no_body_breaks_the_server_or_leaves_a_sandbox(server: Server, path: str, data: st.DataObject) -> None:
     body = json.dumps(data.draw(_bodies[path] | _any)).encode()
