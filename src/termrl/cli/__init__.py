@@ -22,6 +22,7 @@ BAD_USAGE = 2
 _VERBS = {
     "train": ("termrl.cli.train:train", "Train a model on terminal tasks by GRPO."),
     "tasks": ("termrl.cli.tasks:app", "Generate, list and show tasks."),
+    "attack": ("termrl.cli.attack:attack", "Attack tasks as a dishonest policy would, and print what got through."),
     "export": ("termrl.cli.export:export", "Write a run's model as a stand-alone folder or adapter."),
     "doctor": ("termrl.cli.doctor:app", "Check this machine and say how to fix what is missing."),
     "sweep": ("termrl.cli.sweep:app", "Remove what killed processes left behind."),
