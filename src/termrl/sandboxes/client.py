@@ -16,7 +16,8 @@ from typing import BinaryIO, Protocol
 
 from termrl.errors import CommandError, SandboxLostError, TaskError
 from termrl.sandboxes import archive, layout
-from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Sandbox, SandboxSpec
+from termrl.sandboxes.answers import changes_request, read_census, read_changes
+from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Census, ChangedFiles, ExecResult, Sandbox, SandboxSpec
 from termrl.sandboxes.cgroups import Group
 from termrl.sandboxes.channel import Channel
 from termrl.sandboxes.output import render
@@ -131,6 +132,15 @@ class ResidentSandbox(Sandbox):
     async def kill_all(self) -> int:
         (count,), _ = await self._ask(b"killall", [], [], _GRACE_S)
         return int(count)
+
+    async def census(self) -> Census:
+        return read_census((await self._ask(b"census", [], [], _FILES_S))[1])
+
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        fields = changes_request(since, self.workdir, names, folders, trees)
+        return read_changes((await self._ask(b"changes", fields, [], _FILES_S))[1])
 
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:
         await self.close_verify_window()

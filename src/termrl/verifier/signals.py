@@ -18,6 +18,8 @@ class Signal(StrEnum):
     """Reward files stood there before the tests; evidence: their paths."""
     PLANTED_TESTS = "planted_tests"
     """Something stood in /tests before the tests were put there."""
+    LINKS_TO_TESTS = "links_to_tests"
+    """Links that led to where the tests, their log or the solution would be; they were removed."""
     FOREIGN_REWARD = "foreign_reward"
     """A reward.json that the tests never mention contradicted their reward.txt, and was ignored."""
     REWARDS_DISAGREE = "rewards_disagree"

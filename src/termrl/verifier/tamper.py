@@ -1,7 +1,7 @@
 """Looking at what a policy left in its sandbox: processes before they are ended, files after that.
 
-A changed file is one whose ctime is not before the moment at which the sandbox was handed over. ctime follows the
-kernel's clock and cannot be set by a program, other than the time of modification. A write through a shared memory
+A changed file is one whose ctime is after the moment at which the sandbox was handed over. ctime follows the kernel's
+clock and cannot be set by a program, other than the time of modification. A write through a shared memory
 map does not move it on tmpfs, so that the absence of a signal proves nothing.
 """
 
@@ -34,25 +34,11 @@ DOWNLOAD_FILES = (
 )
 """Files that say where downloads come from; put back as they were for tests that download."""
 
-_LOOK_S = 1.0
-_SCAN_S = 3.0
-_SCAN_BYTES = 48 * 1024
+_COMMAND_S = 10.0
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NAMES = 20
-_LISTENING = "0A"
 _CLOCK_REALTIME_COARSE = 5  # of <linux/time.h>
 _MAX_TICK_MS = 100
-
-# Builtins only: whatever a policy does to the process table costs this no fork. Each read of /proc/net/tcp walks the
-# whole machine's table, milliseconds even where there is nothing: only if this sandbox has sockets, and read at once.
-_LOOK = """\
-for p in /proc/[0-9]*; do
-  pid=${p#/proc/}
-  [ "$pid" = 1 ] || [ "$pid" = $$ ] || { read -r name <"$p/comm" && printf 'p %s\\n' "$name"; }
-done 2>/dev/null
-[[ $(</proc/net/sockstat) == 'sockets: used 0'$'\\n'* ]] || printf '%s\\n' "$(</proc/net/tcp)" "$(</proc/net/tcp6)"
-true
-"""
 
 _TREES = (
     "/etc",
@@ -65,36 +51,18 @@ _TREES = (
     "/usr/local",
     "/usr/bin",
     "/usr/sbin",
-    "/usr/lib/python3/dist-packages",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/libx32",
+    "/usr/libexec",
     "/bin",
     "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
     "/tests",
 )
-
-# Read-only mounts cannot have changed and would be long to walk. Two walks: what stands directly in the root, the
-# workdir (a few names only) and the folders of programs; then whole trees of the system.
-_SCAN = """\
-search={search}
-search=${{search:-$PATH}}
-declare -A mounts
-info=$(</proc/self/mountinfo)
-while read -r _ _ _ _ point options _; do mounts[$point]=$options; done <<<"$info"
-writable() {{
-  local path=$1
-  until [ -n "${{mounts[$path]}}" ] || [ "$path" = / ]; do path=${{path%/*}}; path=${{path:-/}}; done
-  [[ ${{mounts[$path]}}, != ro,* ]]
-}}
-shallow=() deep=()
-IFS=:; set -f
-for folder in $search; do [[ $folder = /* ]] && writable "$folder" && shallow+=("$folder"); done
-unset IFS
-for tree in {trees}; do [ -e "$tree" ] && writable "$tree" && deep+=("$tree"); done
-printf '%s\\0' "$search"
-{{
-  find -H / {workdir} "${{shallow[@]}}" -maxdepth 1 \\( -path {inside} {names} \\) -o -newerct @{since} -printf '%p\\0'
-  [ ${{#deep[@]}} = 0 ] || find -H "${{deep[@]}}" -xdev -path {workdir} -prune -o -newerct @{since} -printf '%p\\0'
-}} 2>/dev/null
-"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +83,7 @@ class Changes:
     """What a scan found.
 
     Attributes:
-        paths: changed paths, at most some hundreds.
+        paths: changed paths.
         search_path: the sandbox's own PATH.
         signals: what they are signals of.
     """
@@ -157,62 +125,38 @@ async def _clear_moment() -> float:
 
 
 async def look_at_processes(sandbox: Sandbox) -> dict[str, Any]:
-    """Signals ``killed`` and ``listeners`` of the processes that live now.
-
-    The policy's processes can hinder or mislead this look; it is evidence, and nothing depends on it.
-    """
+    """Signals ``killed`` and ``listeners`` of the processes that live now. It is evidence; nothing depends on it."""
     try:
-        result = await sandbox.exec(_LOOK, timeout_s=_LOOK_S, cwd="/", clean_env=True, output_limit=_SCAN_BYTES)
+        found = await sandbox.census()
     except (CommandError, OSError) as error:
         return {str(Signal.SCAN_INCOMPLETE): f"processes: {error}"[:200]}
-    names: list[str] = []
-    listeners: list[str] = []
-    for line in result.output.splitlines():
-        fields = line.split()
-        if line.startswith("p "):
-            names.append(line[2:42])
-        elif len(fields) > 3 and fields[3] == _LISTENING:
-            listeners.append(_address(fields[1]))
     signals: dict[str, Any] = {}
-    if names:
-        signals[str(Signal.KILLED)] = {"count": len(names), "names": sorted(set(names))[:_MAX_NAMES]}
-    if listeners:
-        signals[str(Signal.LISTENERS)] = sorted(set(listeners))[:_MAX_NAMES]
-    if result.timed_out or result.truncated_bytes:
-        signals[str(Signal.SCAN_INCOMPLETE)] = "processes: too many to look at"
+    if found.names:
+        signals[str(Signal.KILLED)] = {"count": len(found.names), "names": sorted(set(found.names))[:_MAX_NAMES]}
+    if found.listeners:
+        signals[str(Signal.LISTENERS)] = sorted(set(map(_address, found.listeners)))[:_MAX_NAMES]
     return signals
 
 
 async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
-    """Find what changed since ``baseline``. The policy's processes must be gone."""
+    """Find what changed since ``baseline``, and have planted links to the tests removed.
+
+    The policy's processes must be gone.
+
+    Raises:
+        CommandError: the look failed.
+        OSError: so did it.
+    """
     workdir = sandbox.workdir.rstrip("/") or "/"
-    search_path = sandbox.spec.env.get("PATH", "")
-    script = _SCAN.format(
-        search=shlex.quote(search_path),
-        trees=" ".join(_TREES),
-        workdir=shlex.quote(workdir),
-        inside=shlex.quote(_literal(workdir.rstrip("/")) + "/*"),
-        names=" ".join(f"! -name {shlex.quote(name)}" for name in WORKDIR_NAMES),
-        since=f"{baseline.since:.6f}",
-    )
-    try:
-        result = await sandbox.exec(script, timeout_s=_SCAN_S, cwd="/", clean_env=True, output_limit=_SCAN_BYTES)
-    except (CommandError, OSError) as error:
-        return Changes((), search_path, {str(Signal.SCAN_INCOMPLETE): f"files: {error}"[:200]})
-    first, *entries = result.output.split("\0")
-    cut = not entries or entries.pop() != ""
-    paths = tuple(dict.fromkeys(entry for entry in entries if entry.startswith("/")))
-    folders = [folder for folder in first.split(":") if folder.startswith("/")]
-    listed = [path for path in paths if path != "/" and not below(path, "/logs")]
+    folders = [folder for folder in sandbox.search_path.split(":") if folder.startswith("/") and "\n" not in folder]
+    found = await sandbox.changes(baseline.since, folders=["/", *folders], trees=_TREES, names=WORKDIR_NAMES)
+    listed = [path for path in found.paths if path != "/" and not below(path, "/logs")]
     signals = signals_of(listed, workdir=workdir, program_folders=folders)
-    if cut or result.timed_out or result.truncated_bytes:
+    if found.removed_links:
+        signals[str(Signal.LINKS_TO_TESTS)] = sorted(found.removed_links)[:_MAX_NAMES]
+    if not found.complete:
         signals[str(Signal.SCAN_INCOMPLETE)] = "files: too many changes to list"
-    return Changes(paths, first, signals)
-
-
-def _literal(path: str) -> str:
-    """``path`` as a pattern of find that matches only itself."""
-    return "".join(f"\\{letter}" if letter in "*?[\\" else letter for letter in path)
+    return Changes(found.paths, sandbox.search_path, signals)
 
 
 async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
@@ -228,7 +172,7 @@ async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
     names = [*(f"/{name}" for name in TEST_CONFIG_NAMES), *modules]
     planted = [shlex.quote(name) for name in names if name in changes.paths]
     if planted:
-        await sandbox.exec(f"rm -rf -- {' '.join(planted)}", timeout_s=_SCAN_S, cwd="/", clean_env=True)
+        await sandbox.exec(f"rm -rf -- {' '.join(planted)}", timeout_s=_COMMAND_S, cwd="/", clean_env=True)
 
 
 async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
@@ -243,7 +187,7 @@ async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
                 continue
             if before is None:
                 quoted = shlex.quote(path)
-                await sandbox.exec(f"rm -rf -- {quoted}", timeout_s=_SCAN_S, cwd="/", clean_env=True)
+                await sandbox.exec(f"rm -rf -- {quoted}", timeout_s=_COMMAND_S, cwd="/", clean_env=True)
             else:
                 await sandbox.put_bytes(before, path)
 
