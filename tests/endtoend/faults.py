@@ -116,6 +116,9 @@ class _FaultySandbox(Sandbox):
     ) -> ChangedFiles:
         return await self._inner.changes(since, folders=folders, trees=trees, names=names)
 
+    async def remove(self, paths: Sequence[str]) -> None:
+        await self._inner.remove(paths)
+
     async def put(self, source: Path, target: str, *, exclude: frozenset[str] = frozenset()) -> None:
         await self._inner.put(source, target, exclude=exclude)
 

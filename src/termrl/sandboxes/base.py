@@ -122,11 +122,13 @@ class ChangedFiles:
 
     Attributes:
         paths: absolute paths of what was made or changed; a removed file shows as its folder.
+        links: those of them that are links.
         removed_links: links into the folders that only the verifier fills; they are gone now.
         complete: nothing was left out.
     """
 
     paths: tuple[str, ...] = ()
+    links: frozenset[str] = frozenset()
     removed_links: tuple[str, ...] = ()
     complete: bool = True
 
@@ -136,6 +138,8 @@ class Sandbox(abc.ABC):
 
     id: str
     spec: SandboxSpec
+    system_is_writable = False
+    """Commands can change the programs and libraries of the system; :meth:`restore` then puts the image's back."""
 
     @property
     def workdir(self) -> str:
@@ -214,6 +218,22 @@ class Sandbox(abc.ABC):
             trees: looked at as a whole, but for the workdir, each on its own file system only.
             names: what is of interest directly in the workdir: names, or ``*`` and an ending.
         """
+
+    @abc.abstractmethod
+    async def remove(self, paths: Sequence[str]) -> None:
+        """Remove files and folders (absolute paths) without asking any program of the sandbox; links are not followed.
+
+        What is not there is fine.
+        """
+
+    async def restore(self, paths: Sequence[str]) -> frozenset[str]:
+        """Put files and folders of the image back as they are in it, without asking any program of the sandbox.
+
+        Returns:
+            Those of ``paths`` that the image has; the others are left as they are. None, where nothing of the system
+            can be changed in the first place.
+        """
+        return frozenset()
 
     @abc.abstractmethod
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:

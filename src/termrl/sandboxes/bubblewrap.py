@@ -22,8 +22,9 @@ from termrl.sandboxes import layout
 from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
-from termrl.sandboxes.client import START_S, ResidentSandbox, packed
+from termrl.sandboxes.client import ResidentSandbox
 from termrl.sandboxes.host import NOBODY, kernel_version, memory_mb, state_folder
+from termrl.sandboxes.line import START_S, packed
 from termrl.sandboxes.stage import Stage, stage
 from termrl.sandboxes.sweep import Owner, Swept, processes_of, remains, sweep
 

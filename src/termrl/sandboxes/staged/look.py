@@ -3,7 +3,7 @@
 A changed file is one whose ctime is after a moment. ctime follows the kernel's clock, and no program can set it.
 """
 
-# ruff: noqa: PTH108, PTH115, PTH118
+# ruff: noqa: PTH108, PTH115
 # Paths are bytes here, and pathlib would double the time that a sandbox takes to start.
 
 import os
@@ -113,7 +113,7 @@ class Search:
         if found.st_ctime_ns > self.since:
             if self._size < _MAX_BYTES:
                 self._size += len(path) + 1
-                self.paths.append(path)
+                self.paths.append(b"@" + path if stat.S_ISLNK(found.st_mode) else path)
             else:
                 self.complete = False
             if stat.S_ISLNK(found.st_mode):
@@ -135,7 +135,10 @@ class Search:
 
 
 def changes(since: int, workdir: bytes, names: list[bytes], folders: list[bytes], trees: list[bytes]) -> list[bytes]:
-    """``+`` or, if not all was seen, ``-``; then every changed path, and ``>`` before each link that was removed."""
+    """``+`` or, if not all was seen, ``-``; then every changed path, ``@`` before links.
+
+    Last come, with ``>`` before them, the links that were removed.
+    """
     search = Search(since)
     for path in folders:
         search.folder(path)

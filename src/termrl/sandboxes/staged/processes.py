@@ -32,8 +32,9 @@ def tag_of(pid: int) -> int | None:
 
 
 def everyone() -> list[int]:
-    """Every process but the first, zombies included."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    """Every process but the first and this one, zombies included."""
+    spared = ("1", str(os.getpid()))
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name not in spared]
 
 
 def stat_of(pid: int) -> tuple[str, int, int] | None:
@@ -71,7 +72,7 @@ def kill_tree(tag: int) -> None:
 
 
 def kill_everything() -> None:
-    """Kill every process of the sandbox but the first, in one system call that no fork can outrun."""
+    """Kill every process of the sandbox but the first and this one, in one system call that no fork can outrun."""
     try:
         os.kill(-1, _signal.SIGKILL)
     except ProcessLookupError:
