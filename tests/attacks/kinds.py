@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import shutil
 import subprocess
+import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +118,24 @@ def add_evil_library(task: Task) -> None:
         target = task.path / "environment" / "evil.so"
         source = EVIL_C.encode()
         subprocess.run([compiler, "-shared", "-fPIC", "-o", target, "-xc", "-"], input=source, check=True)
+
+
+def image_with_pytest(tag: str, base: str) -> None:
+    """Make the image ``tag``: ``base``, with pytest among the packages of its Python."""
+    import docker
+
+    client = docker.from_env()
+    container = client.containers.create(base, ["true"], labels={"termrl.test": "attacks"})
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy_pytest(Path(folder))
+            stream = io.BytesIO()
+            with tarfile.open(fileobj=stream, mode="w") as tar:
+                tar.add(folder, arcname=".")
+        target = "/usr/lib/python3/dist-packages"
+        assert container.put_archive(target, stream.getvalue())
+        repository, _, version = tag.rpartition(":")
+        container.commit(repository, version)
+    finally:
+        container.remove(force=True)
+        client.close()

@@ -116,6 +116,9 @@ class _FaultySandbox(Sandbox):
     ) -> ChangedFiles:
         return await self._inner.changes(since, folders=folders, trees=trees, names=names)
 
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._inner.standing_in(folders)
+
     async def remove(self, paths: Sequence[str]) -> None:
         await self._inner.remove(paths)
 

@@ -220,6 +220,10 @@ class Sandbox(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """The absolute paths of what stands directly in ``folders``, without asking any program of the sandbox."""
+
+    @abc.abstractmethod
     async def remove(self, paths: Sequence[str]) -> None:
         """Remove files and folders (absolute paths) without asking any program of the sandbox; links are not followed.
 

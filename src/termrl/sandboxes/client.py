@@ -93,6 +93,9 @@ class ResidentSandbox(Sandbox):
     ) -> ChangedFiles:
         return await self._line.changes(since, self.workdir, folders=folders, trees=trees, names=names)
 
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._line.standing_in(folders)
+
     async def remove(self, paths: Sequence[str]) -> None:
         await self._line.remove(paths)
 

@@ -178,6 +178,11 @@ class Line:
             complete=first == "+",
         )
 
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """As :meth:`termrl.sandboxes.base.Sandbox.standing_in`."""
+        data = (await self.ask(b"list", list(map(os.fsencode, folders)), [], _FILES_S))[1]
+        return tuple(data.decode("utf-8", "replace").split("\0")) if data else ()
+
     async def remove(self, paths: Sequence[str]) -> None:
         """As :meth:`termrl.sandboxes.base.Sandbox.remove`."""
         with memory_file(b"\0".join(map(os.fsencode, paths))) as stream:

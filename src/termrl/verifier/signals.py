@@ -44,6 +44,8 @@ class Signal(StrEnum):
     """Processes that lived on through the tests, as the task asks for; evidence: how many."""
     LEFT_BY_TESTS = "left_by_tests"
     """Processes that the tests left running; evidence: how many."""
+    UNDONE = "undone"
+    """Files of the system that were put back as the image has them or taken away, before the tests ran."""
     SCAN_INCOMPLETE = "scan_incomplete"
     """There was too much to look at, or the look failed: absent signals say nothing."""
 

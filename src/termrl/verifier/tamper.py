@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import posixpath
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from termrl.errors import CommandError
@@ -20,6 +21,7 @@ from termrl.sandboxes.base import Sandbox
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import downloads_in
 from termrl.verifier.signals import PYTEST_MODULES, TEST_CONFIG_NAMES, WORKDIR_NAMES, Signal, below, signals_of
+from termrl.verifier.system import Undone, is_basic, undo
 
 DOWNLOAD_FILES = (
     "/etc/hosts",
@@ -71,11 +73,13 @@ class Baseline:
 
     Attributes:
         since: seconds since 1970 by the machine's clock; what changed from then on, the policy changed.
+        programs: what stood in the folders of programs; empty where the system cannot be changed.
         downloads: :data:`DOWNLOAD_FILES` as they were (``None``: not there); empty where the tests do not download.
     """
 
     since: float
     downloads: Mapping[str, bytes | None] = field(default_factory=dict)
+    programs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,30 @@ class Changes:
         paths: changed paths.
         search_path: the sandbox's own PATH.
         signals: what they are signals of.
+        undone: what was put back or taken away.
+        programs: those of the baseline.
     """
 
     paths: tuple[str, ...]
     search_path: str
     signals: dict[str, Any]
+    undone: Undone = field(default_factory=Undone)
+    programs: frozenset[str] = frozenset()
 
     def demoted(self, folders: Sequence[str]) -> frozenset[str]:
-        """Those of ``folders`` in which something changed, or that are reached through what changed."""
-        changed = {path for path in self.paths if path != "/"}
-        parents = {path.rpartition("/")[0] or "/" for path in changed}
-        ancestors = {folder: _ancestors(folder) for folder in folders}
-        return frozenset(folder for folder in folders if folder in parents or changed & ancestors[folder])
+        """Those of ``folders`` whose programs could come before the system's own.
+
+        Without :attr:`programs`: those in which something changed, or that are reached through what changed. With
+        them: those with a new program of a name that another folder has, or that tests of any task could run.
+        """
+        changed = {path for path in self.paths if path != "/"} - self.undone.restored - self.undone.removed
+        if not self.programs:
+            parents = {path.rpartition("/")[0] or "/" for path in changed}
+            ancestors = {folder: _ancestors(folder) for folder in folders}
+            return frozenset(folder for folder in folders if folder in parents or changed & ancestors[folder])
+        names = {posixpath.basename(path) for path in self.programs}
+        new = [posixpath.split(path) for path in changed - self.programs]
+        return frozenset(folder for folder, name in new if folder in folders and (name in names or is_basic(name)))
 
 
 async def take_baseline(sandbox: Sandbox, task: Task) -> Baseline:
@@ -107,7 +123,8 @@ async def take_baseline(sandbox: Sandbox, task: Task) -> Baseline:
         for path in DOWNLOAD_FILES:
             with contextlib.suppress(CommandError, ValueError, OSError):
                 downloads[path] = await _content(sandbox, path)
-    return Baseline(await _clear_moment(), downloads)
+    programs = frozenset(await sandbox.standing_in(_folders(sandbox))) if sandbox.system_is_writable else frozenset()
+    return Baseline(await _clear_moment(), downloads, programs)
 
 
 async def _clear_moment() -> float:
@@ -139,7 +156,7 @@ async def look_at_processes(sandbox: Sandbox) -> dict[str, Any]:
 
 
 async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
-    """Find what changed since ``baseline``, and have planted links to the tests removed.
+    """Find what changed since ``baseline``; planted links to the tests, and a changed system, are undone.
 
     The policy's processes must be gone.
 
@@ -148,7 +165,7 @@ async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
         OSError: so did it.
     """
     workdir = sandbox.workdir.rstrip("/") or "/"
-    folders = [folder for folder in sandbox.search_path.split(":") if folder.startswith("/") and "\n" not in folder]
+    folders = _folders(sandbox)
     found = await sandbox.changes(baseline.since, folders=["/", *folders], trees=_TREES, names=WORKDIR_NAMES)
     listed = [path for path in found.paths if path != "/" and not below(path, "/logs")]
     signals = signals_of(listed, workdir=workdir, program_folders=folders)
@@ -156,7 +173,16 @@ async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
         signals[str(Signal.LINKS_TO_TESTS)] = sorted(found.removed_links)[:_MAX_NAMES]
     if not found.complete:
         signals[str(Signal.SCAN_INCOMPLETE)] = "files: too many changes to list"
-    return Changes(found.paths, sandbox.search_path, signals)
+    standing = frozenset(await sandbox.standing_in(folders)) if baseline.programs else frozenset[str]()
+    gone = tuple(sorted(baseline.programs - standing))
+    undone = await undo(sandbox, replace(found, paths=(*found.paths, *gone)))
+    if undone.restored or undone.removed:
+        signals[str(Signal.UNDONE)] = sorted(undone.restored | undone.removed)[:_MAX_NAMES]
+    return Changes(found.paths, sandbox.search_path, signals, undone, baseline.programs)
+
+
+def _folders(sandbox: Sandbox) -> list[str]:
+    return [folder for folder in sandbox.search_path.split(":") if folder.startswith("/") and "\n" not in folder]
 
 
 async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:

@@ -140,6 +140,9 @@ class DockerSandbox(Sandbox):
             lambda line: line.changes(since, self.workdir, folders=folders, trees=trees, names=names)
         )
 
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._asking(lambda line: line.standing_in(folders))
+
     async def remove(self, paths: Sequence[str]) -> None:
         await self._asking(lambda line: line.remove(paths))
 

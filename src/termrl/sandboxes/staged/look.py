@@ -39,6 +39,11 @@ def census() -> list[bytes]:
     return found
 
 
+def standing_in(folders: list[bytes]) -> list[bytes]:
+    """What stands directly in folders; links to them are followed."""
+    return [entry.path for folder in folders for entry in _entries(os.path.realpath(folder))]
+
+
 class Search:
     """A search for what changed after ``since`` (nanoseconds). ``complete`` is false once something was left out."""
 

@@ -210,6 +210,11 @@ class Resident:
             archive.remove(path)
         return []
 
+    def do_list(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.standing_in` finds. Fields: folders."""
+        self._send_parts(ident, b"\0".join(look.standing_in(fields)))
+        return []
+
     def do_census(self, ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
         """Send what :func:`look.census` finds."""
         self._send_parts(ident, b"\0".join(look.census()))
