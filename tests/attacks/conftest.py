@@ -8,6 +8,7 @@ import pytest
 
 from termrl.sandboxes.base import SandboxProvider
 from tests.attacks.backends import BACKENDS, missing, open_backend
+from tests.attacks.kinds import python_image_of
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
@@ -24,3 +25,19 @@ async def provider(backend: str) -> AsyncIterator[SandboxProvider]:
     async with open_backend(backend) as provider:
         yield provider
     assert provider.live == 0
+
+
+@pytest.fixture
+async def docker() -> AsyncIterator[SandboxProvider]:
+    """Containers, for what only they allow."""
+    if why := missing("docker"):
+        pytest.skip(why)
+    async with open_backend("docker") as provider:
+        yield provider
+    assert provider.live == 0
+
+
+@pytest.fixture(scope="session")
+def python_image() -> str:
+    """An image whose Python has pytest and pip; no image where there is no daemon."""
+    return "" if missing("docker") else python_image_of()

@@ -9,12 +9,14 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from termrl.attacks import ATTACKS, Attack, Group
 from termrl.attacks.snippets import EVIL_C
 from termrl.tasks.task import Task
+from tests.attacks.backends import IMAGE
 from tests.verifier.tiny import CHECK, tiny_task
 
 PYTHON = "/usr/bin/python3"
@@ -65,7 +67,8 @@ def pytest_task(folder: Path, **fields: Any) -> Task:
 
 def installed_task(folder: Path, **fields: Any) -> Task:
     """A task whose tests use the pytest that the image has."""
-    task = tiny_task(folder, test=PYTEST_SH, **fields)
+    spec = {"image": python_image_of()}
+    task = tiny_task(folder, test=PYTEST_SH, **{"spec": spec, **fields})
     (task.tests / "test_outputs.py").write_text(TEST_OUTPUTS)
     return task
 
@@ -79,6 +82,7 @@ def download_task(folder: Path, *, test: str = DOWNLOAD_SH, **fields: Any) -> Ta
 
 
 KINDS: dict[str, Callable[[Path], Task]] = {"shell": shell_task, "pytest": pytest_task, "download": download_task}
+IMAGE_KINDS: dict[str, Callable[[Path], Task]] = {"installed": installed_task}
 
 _GROUPS = {
     "shell": frozenset(Group) - {Group.PYTHON, Group.DOWNLOADS},
@@ -93,9 +97,9 @@ def attacks_on(kind: str) -> tuple[Attack, ...]:
     return tuple(attack for attack in ATTACKS if attack.group in _GROUPS[kind])
 
 
-def copy_pytest(folder: Path) -> None:
-    """Put pytest and what it needs into ``folder``."""
-    for name in PACKAGES:
+def copy_pytest(folder: Path, *packages: str) -> None:
+    """Put pytest and what it needs, or ``packages``, into ``folder``."""
+    for name in packages or PACKAGES:
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
         package = Path(spec.origin).parent
@@ -120,22 +124,30 @@ def add_evil_library(task: Task) -> None:
         subprocess.run([compiler, "-shared", "-fPIC", "-o", target, "-xc", "-"], input=source, check=True)
 
 
-def image_with_pytest(tag: str, base: str) -> None:
-    """Make the image ``tag``: ``base``, with pytest among the packages of its Python."""
+PYTHON_IMAGE = "termrl-test/python:attacks"
+
+
+@cache
+def python_image_of() -> str:
+    """Make the image whose Python has pytest and pip among its packages, and give its name."""
     import docker
 
     client = docker.from_env()
-    container = client.containers.create(base, ["true"], labels={"termrl.test": "attacks"})
+    container = client.containers.create(IMAGE, ["true"], labels={"termrl.test": "attacks"})
     try:
         with tempfile.TemporaryDirectory() as folder:
-            copy_pytest(Path(folder))
+            copy_pytest(Path(folder), *PACKAGES, "pip")
             stream = io.BytesIO()
             with tarfile.open(fileobj=stream, mode="w") as tar:
-                tar.add(folder, arcname=".")
-        target = "/usr/lib/python3/dist-packages"
-        assert container.put_archive(target, stream.getvalue())
-        repository, _, version = tag.rpartition(":")
-        container.commit(repository, version)
+                tar.add(folder, arcname=".", filter=_roots)
+        assert container.put_archive("/usr/lib/python3/dist-packages", stream.getvalue())
+        container.commit(*PYTHON_IMAGE.split(":"))
     finally:
         container.remove(force=True)
         client.close()
+    return PYTHON_IMAGE
+
+
+def _roots(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    return member

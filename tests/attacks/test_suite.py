@@ -11,8 +11,8 @@ import pytest
 
 from termrl.attacks import ATTACKS, AttackResult, TaskProof, chosen, prove
 from termrl.errors import ConfigError
-from tests.attacks.backends import open_backend
-from tests.attacks.kinds import KINDS, attacks_on
+from tests.attacks.backends import missing, open_backend
+from tests.attacks.kinds import IMAGE_KINDS, KINDS, attacks_on
 
 CASES = [(kind, attack.name) for kind in KINDS for attack in attacks_on(kind)]
 USABLE = [attack.name for attack in attacks_on("shell") if not attack.spoils]
@@ -24,7 +24,7 @@ def proof_of(backend: str, kind: str, then_solve: bool = False) -> TaskProof:
 
     async def run() -> TaskProof:
         with tempfile.TemporaryDirectory(prefix="termrl-test-") as folder:
-            task = KINDS[kind](Path(folder))
+            task = {**KINDS, **IMAGE_KINDS}[kind](Path(folder))
             async with open_backend(backend) as provider:
                 (proof,) = await prove(
                     {task.id: task}, provider, attacks_on(kind), slots=6, verify_s=15.0, then_solve=then_solve
@@ -51,6 +51,16 @@ def test_an_untouched_task_gives_0_and_its_own_solution_1_without_a_signal(backe
 def test_an_attack_scores_0_and_the_honest_solution_1(backend: str, kind: str, name: str) -> None:
     proof = proof_of(backend, kind)
     assert proof.oracle is not None and proof.oracle.reward == 1.0, proof.oracle
+    result = result_of(proof, name)
+    assert result.verdict is not None and result.verdict.reward == 0.0, result.as_json()
+
+
+@pytest.mark.parametrize("name", [attack.name for attack in attacks_on("installed")])
+def test_an_attack_on_a_system_with_its_own_pytest_scores_0(name: str) -> None:
+    if why := missing("docker"):
+        pytest.skip(why)
+    proof = proof_of("docker", "installed")
+    assert proof.oracle is not None and (proof.oracle.reward, proof.oracle.signals) == (1.0, {}), proof.oracle
     result = result_of(proof, name)
     assert result.verdict is not None and result.verdict.reward == 0.0, result.as_json()
 

@@ -122,12 +122,13 @@ class ChangedFiles:
 
     Attributes:
         paths: absolute paths of what was made or changed; a removed file shows as its folder.
-        links: those of them that are links.
+        folders, links: those of them that are such.
         removed_links: links into the folders that only the verifier fills; they are gone now.
         complete: nothing was left out.
     """
 
     paths: tuple[str, ...] = ()
+    folders: frozenset[str] = frozenset()
     links: frozenset[str] = frozenset()
     removed_links: tuple[str, ...] = ()
     complete: bool = True

@@ -172,7 +172,8 @@ class Line:
         data = (await self.ask(b"changes", fields, [], _FILES_S))[1]
         first, *entries = data.decode("utf-8", "replace").split("\0")
         return ChangedFiles(
-            paths=tuple(entry.removeprefix("@") for entry in entries if entry[:1] in ("/", "@")),
+            paths=tuple(entry.lstrip("@%") for entry in entries if entry[:1] in ("/", "@", "%")),
+            folders=frozenset(entry[1:] for entry in entries if entry.startswith("%")),
             links=frozenset(entry[1:] for entry in entries if entry.startswith("@")),
             removed_links=tuple(entry[1:] for entry in entries if entry.startswith(">")),
             complete=first == "+",

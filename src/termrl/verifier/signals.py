@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -157,16 +157,18 @@ def _of_home(path: str, name: str) -> Signal | None:
     return None
 
 
-def signals_of(paths: Sequence[str], *, workdir: str, program_folders: Iterable[str] = ()) -> dict[str, Any]:
+def signals_of(
+    paths: Sequence[str], *, workdir: str, program_folders: Iterable[str] = (), quiet: Collection[str] = ()
+) -> dict[str, Any]:
     """Signals by name, each with at most :data:`MAX_LISTED` of its paths.
 
-    A folder in which something listed stands is left out: it changed because of that.
+    A folder in which something listed stands is left out: it changed because of that. So are the ``quiet`` paths.
     """
     parents = {posixpath.dirname(path) for path in paths}
     folders = frozenset(program_folders)
     found: dict[str, list[str]] = {}
     for path in paths:
-        if path in parents:
+        if path in parents or path in quiet:
             continue
         signal = signal_of(path, workdir=workdir, program_folders=folders)
         if signal is not None:

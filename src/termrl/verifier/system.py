@@ -62,6 +62,7 @@ read_cache() {
   local -n cache=$1
   local name rest key
   while read -r name rest; do
+    [[ $rest = *" => "* ]] || continue
     key="$name ${rest%% =>*}"
     [ -n "${cache[$key]}" ] || cache[$key]=${rest##*=> }
   done <<<"$(ldconfig -p)"
@@ -127,7 +128,9 @@ class System:
             python = self.in_python(path)
             is_way = path in changed.links and any(below(root, path) for root in roots)
             if python is not None and not is_way:
-                wanted.add(self._package(path, python) or path)
+                if path not in changed.folders:
+                    compiled = path.endswith(".pyc")
+                    wanted.add(path if compiled else self._package(path, python) or path)
             elif is_way or self._runs_with_everything(path):
                 wanted.add(path)
         return wanted
@@ -181,7 +184,9 @@ async def undo(sandbox: Sandbox, changed: ChangedFiles) -> Undone:
     system = System.of(sandbox.search_path)
     wanted = system.wanted(changed)
     packages = [path for path in wanted if posixpath.basename(path) in _TOOL_PACKAGES]
-    new = [path for path in changed.paths if path not in wanted and system.unwanted(path)]
+    # A new folder is found by what is in it.
+    files = [path for path in changed.paths if path not in changed.folders]
+    new = [path for path in files if path not in wanted and system.unwanted(path)]
     if new or packages:
         await sandbox.remove([*new, *packages])
     restored = await sandbox.restore(sorted(wanted)) if wanted else frozenset[str]()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,6 @@ DOWNLOAD_FILES = (
 )
 """Files that say where downloads come from; put back as they were for tests that download."""
 
-_COMMAND_S = 10.0
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NAMES = 20
 _CLOCK_REALTIME_COARSE = 5  # of <linux/time.h>
@@ -167,17 +165,20 @@ async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
     workdir = sandbox.workdir.rstrip("/") or "/"
     folders = _folders(sandbox)
     found = await sandbox.changes(baseline.since, folders=["/", *folders], trees=_TREES, names=WORKDIR_NAMES)
+    standing = frozenset(await sandbox.standing_in(folders)) if baseline.programs else frozenset[str]()
+    gone = tuple(sorted(baseline.programs - standing))
+    undone = await undo(sandbox, replace(found, paths=(*found.paths, *gone)))
+    # Python compiles what root runs: new compiled modules are taken away, but say nothing about the policy.
+    compiled = {path for path in undone.removed if "/__pycache__/" in path}
+    compiled |= {path for path in found.folders if path.endswith("/__pycache__")}
     listed = [path for path in found.paths if path != "/" and not below(path, "/logs")]
-    signals = signals_of(listed, workdir=workdir, program_folders=folders)
+    signals = signals_of(listed, workdir=workdir, program_folders=folders, quiet=compiled)
+    if undone.restored or undone.removed - compiled:
+        signals[str(Signal.UNDONE)] = sorted((undone.restored | undone.removed) - compiled)[:_MAX_NAMES]
     if found.removed_links:
         signals[str(Signal.LINKS_TO_TESTS)] = sorted(found.removed_links)[:_MAX_NAMES]
     if not found.complete:
         signals[str(Signal.SCAN_INCOMPLETE)] = "files: too many changes to list"
-    standing = frozenset(await sandbox.standing_in(folders)) if baseline.programs else frozenset[str]()
-    gone = tuple(sorted(baseline.programs - standing))
-    undone = await undo(sandbox, replace(found, paths=(*found.paths, *gone)))
-    if undone.restored or undone.removed:
-        signals[str(Signal.UNDONE)] = sorted(undone.restored | undone.removed)[:_MAX_NAMES]
     return Changes(found.paths, sandbox.search_path, signals, undone, baseline.programs)
 
 
@@ -196,9 +197,8 @@ async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
         return
     modules = [f"{workdir}/{name}{suffix}" for name in PYTEST_MODULES for suffix in ("", ".py")]
     names = [*(f"/{name}" for name in TEST_CONFIG_NAMES), *modules]
-    planted = [shlex.quote(name) for name in names if name in changes.paths]
-    if planted:
-        await sandbox.exec(f"rm -rf -- {' '.join(planted)}", timeout_s=_COMMAND_S, cwd="/", clean_env=True)
+    if planted := [name for name in names if name in changes.paths]:
+        await sandbox.remove(planted)
 
 
 async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
@@ -212,8 +212,7 @@ async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
             if now == before:
                 continue
             if before is None:
-                quoted = shlex.quote(path)
-                await sandbox.exec(f"rm -rf -- {quoted}", timeout_s=_COMMAND_S, cwd="/", clean_env=True)
+                await sandbox.remove([path])
             else:
                 await sandbox.put_bytes(before, path)
 

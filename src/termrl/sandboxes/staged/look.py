@@ -118,7 +118,8 @@ class Search:
         if found.st_ctime_ns > self.since:
             if self._size < _MAX_BYTES:
                 self._size += len(path) + 1
-                self.paths.append(b"@" + path if stat.S_ISLNK(found.st_mode) else path)
+                mark = b"@" if stat.S_ISLNK(found.st_mode) else b"%" if stat.S_ISDIR(found.st_mode) else b""
+                self.paths.append(mark + path)
             else:
                 self.complete = False
             if stat.S_ISLNK(found.st_mode):
@@ -140,7 +141,8 @@ class Search:
 
 
 def changes(since: int, workdir: bytes, names: list[bytes], folders: list[bytes], trees: list[bytes]) -> list[bytes]:
-    """``+`` or, if not all was seen, ``-``; then every changed path, ``@`` before links.
+    """``+`` or, if not all was seen, ``-``; then every changed path, ``@`` before links and ``%`` before
+    folders.
 
     Last come, with ``>`` before them, the links that were removed.
     """
