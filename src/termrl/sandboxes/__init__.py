@@ -1,8 +1,8 @@
 """Sandboxes: one machine for one episode.
 
-``base`` holds the nouns, ``bubblewrap`` the backend for this machine, ``docker`` that for containers, ``output`` bounded capture, ``sweep`` the
-removal of what a killed process left behind. :func:`open_provider` makes a provider by the name that ``--sandbox``
-takes.
+``base`` holds the nouns, ``bubblewrap`` the backend for this machine, ``docker`` that for containers, ``output``
+bounded capture, ``sweep`` the removal of what a killed process left behind. :func:`open_provider` makes a provider by
+the name that ``--sandbox`` takes.
 """
 
 from __future__ import annotations

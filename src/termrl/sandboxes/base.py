@@ -26,6 +26,24 @@ RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
 
 
 @dataclass(frozen=True)
+class Privileges:
+    """What a command of a sandbox may do; the default is nothing at all.
+
+    Attributes:
+        capabilities: what uid 0 keeps, as in ``CAP_CHOWN`` without its prefix; never one that reaches beyond a sandbox.
+        setuid: setuid programs of the image give what they say.
+        kernel_root: uid 0 in a sandbox is the kernel's own uid 0.
+        first_process_at_risk: a command can make the kernel take the first process, and so the sandbox, when memory
+            runs out.
+    """
+
+    capabilities: frozenset[str] = frozenset()
+    setuid: bool = False
+    kernel_root: bool = False
+    first_process_at_risk: bool = False
+
+
+@dataclass(frozen=True)
 class ImageBuild:
     """An image that is built from ``context`` (its ``Dockerfile``) in at most ``timeout_s`` seconds."""
 
@@ -290,6 +308,11 @@ class SandboxProvider(abc.ABC):
         The resources are those of :data:`RESOURCES`.
         """
         return {}
+
+    @property
+    def privileges(self) -> Privileges:
+        """What a command may do; the conformance suite holds a backend to it."""
+        return Privileges()
 
     def sweep(self) -> object:
         """Remove what dead owners of this backend left on this machine; never touch what a live one has.

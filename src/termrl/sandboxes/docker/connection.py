@@ -48,8 +48,12 @@ class Connection:
         except Exception as error:
             self.client.close()
             raise unreachable(error, self.host) from error
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="termrl-docker")
-        _start_all(self._pool, threads)
+        self._pool = started_threads(threads, "termrl-docker")
+
+    @property
+    def id(self) -> str:
+        """What the daemon calls itself."""
+        return str(self.info.get("ID") or self.host)
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Run a blocking call in a thread. A caller that is cancelled does not end the call."""
@@ -101,12 +105,14 @@ def _connect(given: str | None, host: str, threads: int) -> docker.DockerClient:
     return client
 
 
-def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
-    """Have every thread started now, so that their number does not grow while sandboxes come and go."""
+def started_threads(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run already, so that their number does not grow while sandboxes come and go."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     gate = threading.Barrier(threads + 1)
     for _ in range(threads):
         pool.submit(gate.wait)
     gate.wait()
+    return pool
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

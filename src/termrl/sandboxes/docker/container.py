@@ -51,6 +51,7 @@ class Keeper(Protocol):
 
     def runner_argv(self, socket_path: str) -> list[str]:
         """How a further resident is run in a container."""
+        ...
 
     def forget(self, name: str) -> None:
         """A sandbox has ended."""
@@ -61,10 +62,10 @@ class DockerSandbox(Sandbox):
 
     system_is_writable = True
 
-    def __init__(self, keeper: Keeper, spec: SandboxSpec, name: str, folder: Path, *, image: str) -> None:
+    def __init__(self, keeper: Keeper, spec: SandboxSpec, name: str, folder: Path, image: str) -> None:
         self.id = name
-        self.image = image
         self.spec = spec
+        self.image = image
         self._keeper = keeper
         self._folder = folder
         self._numbers = itertools.count(1)
@@ -285,9 +286,10 @@ class DockerSandbox(Sandbox):
                 api.exec_start(made["Id"], detach=True)
 
             try:
-                await self._answered(line, listener, self._background(self._api(begin)))
-            except SandboxStartError as error:
-                raise SandboxLostError(error.message) from error
+                await self._answered(line, listener, self._background(self._keeper.daemon.call(begin)))
+            except Exception as error:
+                self._check()
+                raise self._lost(await self._ended() or said_by(error)) from error
         # Root: the files that it takes care of may be anyone's, and so may those of the tests.
         user = b"" if self._sealed else options.user_field(self.spec.user)
         await line.setup([b"", user, *self._bounds], [])
@@ -316,7 +318,7 @@ class DockerSandbox(Sandbox):
     async def _must_run(self) -> None:
         why = await self._ended()
         if why is not None:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {why}")
+            raise self._lost(why)
 
     async def _ended(self) -> str | None:
         """How the container ended, in the daemon's words; ``None`` if it runs."""
@@ -324,7 +326,7 @@ class DockerSandbox(Sandbox):
             state = (await self._keeper.daemon.call(self._keeper.daemon.client.api.inspect_container, self.id))["State"]
             if state["Running"]:
                 return None
-            logs = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
+            logs: Any = await self._keeper.daemon.call(self._keeper.daemon.client.api.logs, self.id, tail=5)
         except Exception as error:
             return said_by(error)
         killed = ", killed for memory" if state.get("OOMKilled") else ""
@@ -341,7 +343,7 @@ class DockerSandbox(Sandbox):
         try:
             return await self._keeper.daemon.call(function, *args)
         except Exception as error:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {said_by(error)}") from error
+            raise self._lost(said_by(error)) from error
 
     def _background(self, call: Awaitable[Any]) -> asyncio.Future[Any]:
         """A call that goes on when its caller is cancelled, and that :meth:`stop` awaits."""
@@ -354,7 +356,10 @@ class DockerSandbox(Sandbox):
 
     def _check(self) -> None:
         if self._stopping is not None:
-            raise SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: is stopped")
+            raise self._lost("is stopped")
+
+    def _lost(self, why: str) -> SandboxLostError:
+        return SandboxLostError(f"sandbox {self.id} of task {self.spec.task_id}: {why}")
 
     async def _stop(self) -> None:
         for line in (self._agent, self._runner):

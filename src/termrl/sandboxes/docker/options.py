@@ -21,14 +21,25 @@ RUN = "/.termrl-run"
 TESTS = "/tests"
 PRELOAD = "/etc/ld.so.preload"
 
-# What Docker gives to root in a container, less what reaches beyond it (raw packets on a shared bridge) or makes devices.
+# What Docker gives to root in a container, less NET_RAW (it reaches others on the bridge) and MKNOD (it makes devices).
 COMMAND_CAPABILITIES = frozenset(
-    "AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL NET_BIND_SERVICE SETFCAP SETGID SETPCAP SETUID SYS_CHROOT".split()
+    (
+        *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"),
+        *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+    )
 )
 # With it the first process makes every command one that is killed for memory before it; no command keeps it.
 FIRST_CAPABILITY = "SYS_RESOURCE"
 _SHM_MB = 64
-_CLOSED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/proc/1/oom_score_adj")
+_CLOSED = (
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/irq",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+    "/proc/1/oom_score_adj",
+    "/sys/fs/cgroup",
+)
 _LOADER = ("LD_", "GLIBC_TUNABLES")
 _NETWORKS = {"no-network": "none", "public": "bridge"}
 

@@ -8,15 +8,14 @@ import contextlib
 import itertools
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
-from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
+from termrl.sandboxes.base import DEFAULT_WORKDIR, Privileges, SandboxProvider, SandboxSpec
 from termrl.sandboxes.docker import options, reaper
-from termrl.sandboxes.docker.connection import Connection, said_by
+from termrl.sandboxes.docker.connection import Connection, said_by, started_threads
 from termrl.sandboxes.docker.container import DockerSandbox
 from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
@@ -28,6 +27,9 @@ from termrl.sandboxes.sweep import Owner, Swept
 DEFAULT_TTL_S = 24 * 3600.0
 
 _IMAGES_AT_ONCE = 8
+
+# What a daemon, by its id, has been found to be unable to do.
+_known: dict[str, options.Extras] = {}
 
 
 class DockerProvider(SandboxProvider):
@@ -69,18 +71,17 @@ class DockerProvider(SandboxProvider):
             raise
         self._owner = Owner(self._state)
         settings = images if isinstance(images, ImageSettings) else ImageSettings.model_validate(images or {})
-        labels = reaper.labels(self._owner.name, "", ttl_s)
-        self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=labels)
-        # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
-        self._image_threads = ThreadPoolExecutor(_IMAGES_AT_ONCE, thread_name_prefix="termrl-images")
-        self.pristine = Pristine(self.daemon.client, reaper.labels(self._owner.name, "", ttl_s))
-        (self._owner.folder / "empty").touch(0o644)
         self._ttl_s = ttl_s
         self._host_image = host_image
+        self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=self.labels("image"))
+        # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
+        self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
+        self.pristine = Pristine(self.daemon.client, self.labels("image"))
+        (self._owner.folder / "empty").touch(0o644)
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._names = itertools.count(1)
         cpus = int(self.daemon.info.get("NCPU") or os.cpu_count() or 1)
-        self._extras = options.Extras(cpus, quota=_may_have_quota(self.daemon.info))
+        self._extras = _known.get(self.daemon.id) or options.Extras(cpus, quota=_may_have_quota(self.daemon.info))
         self._closed = False
         self._reaper = reaper.Reaper(self.sweep)
         atexit.register(self._release)
@@ -100,6 +101,16 @@ class DockerProvider(SandboxProvider):
         if self._extras.quota:
             found["files"] = f"quota of {info['Driver']} on {_backing(info)}"
         return found
+
+    @property
+    def privileges(self) -> Privileges:
+        mapped = any("userns" in one or "rootless" in one for one in self.daemon.info.get("SecurityOptions") or [])
+        return Privileges(
+            options.COMMAND_CAPABILITIES,
+            setuid=True,
+            kernel_root=not mapped,
+            first_process_at_risk=not self._extras.first_capability,
+        )
 
     def sweep(self) -> Swept:
         return reaper.sweep(self.daemon.client, self._state)
@@ -135,10 +146,10 @@ class DockerProvider(SandboxProvider):
             user=spec.user or image.user,
         )
         name = f"{reaper.PREFIX}{self._owner.name}-{next(self._names)}"
-        sandbox = DockerSandbox(self, effective, name, self._owner.folder / name, image=image.id)
+        sandbox = DockerSandbox(self, effective, name, self._owner.folder / name, image.id)
         self._sandboxes[name] = sandbox
         try:
-            await sandbox.start(lambda address: self._begin(sandbox, image.id, address))
+            await sandbox.start(lambda address: self._begin(sandbox, address))
             await sandbox.furnish(options.bounds_fields(effective))
             if spec.healthcheck is not None:
                 await sandbox.become_healthy(spec.healthcheck)
@@ -160,6 +171,10 @@ class DockerProvider(SandboxProvider):
         self._owner.release()
         atexit.unregister(self._release)
 
+    def labels(self, task_id: str) -> dict[str, str]:
+        """What a container of this provider is known by."""
+        return reaper.labels(self._owner.name, task_id, self._ttl_s)
+
     def forget(self, name: str) -> None:
         """A sandbox has ended."""
         self._sandboxes.pop(name, None)
@@ -170,7 +185,7 @@ class DockerProvider(SandboxProvider):
 
     # -- parts of create -----------------------------------------------------------------------------------------
 
-    def _begin(self, sandbox: DockerSandbox, image: str, address: str) -> None:
+    def _begin(self, sandbox: DockerSandbox, address: str) -> None:
         """Make and start the container of ``sandbox``, whose first process calls at ``address``. Blocks."""
         folder = self._owner.folder
         bounds = [
@@ -186,11 +201,11 @@ class DockerProvider(SandboxProvider):
                 made = options.create(
                     client,
                     sandbox.id,
-                    image,
+                    sandbox.image,
                     sandbox.spec,
                     command=[*self.runner_argv(address), f"{self._ttl_s:.0f}"],
                     bounds=bounds,
-                    labels=reaper.labels(self._owner.name, sandbox.spec.task_id, self._ttl_s),
+                    labels=self.labels(sandbox.spec.task_id),
                     extras=extras,
                 )
                 client.api.start(made)
@@ -198,10 +213,20 @@ class DockerProvider(SandboxProvider):
             except Exception as error:
                 less = extras.without(said_by(error))
                 if less is None:
-                    raise SandboxStartError(said_by(error)) from error
+                    raise self._refused(sandbox.spec, said_by(error)) from error
             # Not every daemon can do everything; what this one cannot is not asked of it again.
             reaper.remove(client, sandbox.id)
-            self._extras = less
+            self._extras = _known[self.daemon.id] = less
+
+    def _refused(self, spec: SandboxSpec, said: str) -> SandboxStartError:
+        """The error for a container that the daemon did not make or start."""
+        if "bind source path does not exist" in said:
+            return SandboxStartError(
+                f"{spec.task_id}: the daemon at {self.daemon.host} does not see this machine's files ({said})",
+                hint="use a daemon on this machine; if termrl itself runs in a container, mount a folder of the daemon's "
+                "machine into it at the same path and set TERMRL_STATE_DIR to it",
+            )
+        return SandboxStartError(said)
 
     def _release(self) -> None:
         """At the end of a process that did not close its provider."""

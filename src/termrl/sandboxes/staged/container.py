@@ -6,7 +6,7 @@ reap what ends, so that the container lives on. It may raise ``oom_score_adj`` a
 keeps that capability, so that none can become harder to kill than the first process.
 """
 
-# ruff: noqa: PTH103, PTH118, PTH123, SIM105
+# ruff: noqa: PTH103, PTH123
 # Paths are bytes here, and pathlib or contextlib would double the time that a sandbox takes to start.
 
 import _socket

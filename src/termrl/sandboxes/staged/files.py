@@ -1,6 +1,6 @@
 """File requests inside the sandbox; none follows a link that the agent may have planted at the end of a path."""
 
-# ruff: noqa: PTH101, PTH103, PTH104, PTH108, PTH112, PTH114, PTH118, PTH120
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH112, PTH114, PTH118, PTH120
 # Paths are bytes here, and pathlib or contextlib would double the time that a sandbox takes to start.
 
 import errno
