@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from termrl.agent.types import Limits
 from termrl.rollout.bounded import Bounds
+from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
 from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
@@ -231,6 +232,7 @@ class TrainConfig(Section):
     tasks: TasksConfig = TasksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    images: ImageSettings = ImageSettings()
     episode: EpisodeConfig = EpisodeConfig()
     verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -239,6 +241,11 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     track: TrackConfig = TrackConfig()
+
+    def sandbox_settings(self) -> dict[str, Any]:
+        """What :func:`termrl.sandboxes.open_provider` is given for ``sandbox.backend``."""
+        images = {"images": self.images} if self.sandbox.backend == "docker" else {}
+        return {**images, **self.sandbox.settings}
 
     def bounds(self) -> Bounds:
         """How long a rollout or an evaluation waits for environments and engine."""

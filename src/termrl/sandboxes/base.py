@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
+from termrl.errors import CommandError
+
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
@@ -80,6 +82,7 @@ class SandboxSpec:
         files: a host folder whose contents are put into ``workdir`` at start, or ``None``.
         env: the image's and task's environment for every command.
         user: who runs the agent's commands, a name or uid of the image; ``None`` for the image's own user.
+        verifier_user: who runs the tests, likewise.
         healthcheck: what must succeed before the sandbox is handed out.
         allowed_hosts: what ``network_mode = "allowlist"`` lets through.
         gpus: how many GPUs the task wants.
@@ -99,6 +102,7 @@ class SandboxSpec:
     network_mode: NetworkMode = "no-network"
     allowed_hosts: tuple[str, ...] = ()
     user: str | None = None
+    verifier_user: str | None = None
     healthcheck: Healthcheck | None = None
     gpus: int = 0
 
@@ -257,6 +261,15 @@ class Sandbox(abc.ABC):
             can be changed in the first place.
         """
         return frozenset()
+
+    async def act_as(self, user: str | None) -> None:
+        """Have later commands run by another user (a name or uid of the image; ``None`` for root).
+
+        Raises:
+            CommandError: there is no such user.
+        """
+        if user is not None:
+            raise CommandError(f"user {user}: this sandbox has only one user")
 
     @abc.abstractmethod
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:

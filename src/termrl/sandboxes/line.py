@@ -179,6 +179,10 @@ class Line:
             complete=first == "+",
         )
 
+    async def act_as(self, user: str | None) -> None:
+        """As :meth:`termrl.sandboxes.base.Sandbox.act_as`."""
+        await self.ask(b"user", [os.fsencode(user or "")], [], _FILES_S)
+
     async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
         """As :meth:`termrl.sandboxes.base.Sandbox.standing_in`."""
         data = (await self.ask(b"list", list(map(os.fsencode, folders)), [], _FILES_S))[1]

@@ -71,10 +71,11 @@ def entries(folder: Path) -> Iterator[tuple[str, Path]]:
                 yield f"{path.name}/{name}", below
 
 
-def digest(folder: Path) -> str:
+def digest(folder: Path, *, modes: bool = False) -> str:
     """SHA-256 (hex) over names, kinds, run bits, link targets and contents of everything in a task folder.
 
-    Times, owners and the folder's own name do not count, so a copy has the digest of its original.
+    Times, owners and the folder's own name do not count, so a copy has the digest of its original. With ``modes``
+    all permission bits count, as they do for an image that the folder is copied into.
     """
     total = hashlib.sha256()
 
@@ -87,8 +88,9 @@ def digest(folder: Path) -> str:
         if path.is_symlink():
             add(b"link", label, os.fsencode(path.readlink()))
         elif path.is_dir():
-            add(b"folder", label)
+            add(b"folder", label, *([b"%o" % stat.S_IMODE(path.stat().st_mode)] if modes else []))
         else:
-            runs = b"x" if path.stat().st_mode & 0o100 else b"-"
-            add(b"file", label, runs, hashlib.sha256(path.read_bytes()).digest())
+            mode = path.stat().st_mode
+            bits = b"%o" % stat.S_IMODE(mode) if modes else b"x" if mode & 0o100 else b"-"
+            add(b"file", label, bits, hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()

@@ -67,7 +67,7 @@ def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
 
 
 async def _check_sandbox(config: TrainConfig, pools: TaskPools | None) -> None:
-    async with open_provider(config.sandbox.backend, **config.sandbox.settings) as provider:
+    async with open_provider(config.sandbox.backend, **config.sandbox_settings()) as provider:
         if pools is not None:
             check_runnable(pools, provider)
 
@@ -161,7 +161,7 @@ async def open_parts(
         trainer.load_state_dict(checkpoint.trainer)
     engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
-        provider = await stack.enter_async_context(open_sandboxes(config.sandbox.backend, **config.sandbox.settings))
+        provider = await stack.enter_async_context(open_sandboxes(config.sandbox.backend, **config.sandbox_settings()))
         (watcher or Silent()).sandboxes(lambda: provider.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(_bounded, upstream.aclose)

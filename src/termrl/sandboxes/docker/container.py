@@ -141,6 +141,9 @@ class DockerSandbox(Sandbox):
             lambda line: line.changes(since, self.workdir, folders=folders, trees=trees, names=names)
         )
 
+    async def act_as(self, user: str | None) -> None:
+        await self._asking(lambda line: line.act_as(user))
+
     async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
         return await self._asking(lambda line: line.standing_in(folders))
 

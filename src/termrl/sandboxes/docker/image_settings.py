@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from termrl.errors import ConfigError
 
 Builder = Literal["auto", "buildkit", "classic"]
 
@@ -42,6 +45,21 @@ class ImageSettings(BaseModel):
     retry_after_s: float = Field(
         default=60.0, ge=0, description="an image that could not be had is not asked for again for so long"
     )
+
+    @classmethod
+    def of(cls, given: ImageSettings | Mapping[str, Any] | None) -> ImageSettings:
+        """Settings from a table.
+
+        Raises:
+            ConfigError: with every bad key.
+        """
+        if isinstance(given, ImageSettings):
+            return given
+        try:
+            return cls.model_validate(given or {})
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            raise ConfigError([f"images.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found]) from None
 
     @model_validator(mode="before")
     @classmethod

@@ -45,6 +45,7 @@ class DockerProvider(SandboxProvider):
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
+        ConfigError: ``images`` has bad keys.
         SandboxStartError: no daemon answers, this user may not ask it, or the state folder cannot be used.
     """
 
@@ -60,6 +61,7 @@ class DockerProvider(SandboxProvider):
         host_image: str | None = None,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
+        settings = ImageSettings.of(images)
         self._state = state_folder(Path(state) if state else None)
         self.daemon = Connection(host, threads=threads)
         try:
@@ -70,7 +72,6 @@ class DockerProvider(SandboxProvider):
             self.daemon.close()
             raise
         self._owner = Owner(self._state)
-        settings = images if isinstance(images, ImageSettings) else ImageSettings.model_validate(images or {})
         self._ttl_s = ttl_s
         self._host_image = host_image
         self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=self.labels("image"))
@@ -138,7 +139,9 @@ class DockerProvider(SandboxProvider):
             raise SandboxStartError("the sandbox provider is closed")
         if spec.image is None and spec.build is None:
             spec = replace(spec, image=self._host_image)
-        image = await asyncio.get_running_loop().run_in_executor(self._image_threads, self._images.ensure, spec)
+        image = self._images.known(spec)
+        if image is None:
+            image = await asyncio.get_running_loop().run_in_executor(self._image_threads, self._images.ensure, spec)
         effective = replace(
             spec,
             env={**image.env, **spec.env},
