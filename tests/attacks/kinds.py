@@ -86,15 +86,22 @@ IMAGE_KINDS: dict[str, Callable[[Path], Task]] = {"installed": installed_task}
 
 _GROUPS = {
     "shell": frozenset(Group) - {Group.PYTHON, Group.DOWNLOADS},
-    "pytest": frozenset({Group.PYTHON, Group.TOOLS, Group.SYSTEM}),
-    "installed": frozenset({Group.PYTHON, Group.TOOLS, Group.SYSTEM}),
-    "download": frozenset({Group.DOWNLOADS, Group.TOOLS, Group.SYSTEM}),
+    "pytest": frozenset({Group.PYTHON}),
+    "installed": frozenset({Group.PYTHON}),
+    "download": frozenset({Group.DOWNLOADS, Group.TOOLS}),
+}
+# What is aimed at what these tests run on too.
+_MORE = {
+    "pytest": frozenset({"replaced-python", "replaced-everything", "shims-in-the-home", "shims-on-the-path"}),
+    "installed": frozenset({"replaced-python", "replaced-everything", "shims-on-the-path"}),
+    "download": frozenset({"replaced-tools", "replaced-sh"}),
 }
 
 
 def attacks_on(kind: str) -> tuple[Attack, ...]:
     """The attacks that a task of this kind could fall to."""
-    return tuple(attack for attack in ATTACKS if attack.group in _GROUPS[kind])
+    more = _MORE.get(kind, frozenset())
+    return tuple(attack for attack in ATTACKS if attack.group in _GROUPS[kind] or attack.name in more)
 
 
 def copy_pytest(folder: Path, *packages: str) -> None:

@@ -27,7 +27,7 @@ def proof_of(backend: str, kind: str, then_solve: bool = False) -> TaskProof:
             task = {**KINDS, **IMAGE_KINDS}[kind](Path(folder))
             async with open_backend(backend) as provider:
                 (proof,) = await prove(
-                    {task.id: task}, provider, attacks_on(kind), slots=6, verify_s=15.0, then_solve=then_solve
+                    {task.id: task}, provider, attacks_on(kind), slots=8, verify_s=8.0, then_solve=then_solve
                 )
             assert provider.live == 0
         return proof

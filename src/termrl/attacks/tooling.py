@@ -67,12 +67,14 @@ TOOLS = (
         Group.TOOLS,
         "puts programs of its own into /usr/local/bin, first on PATH",
         (shims("/usr/local/sbin /usr/local/bin", f"{_BASE} {_TOOLS}"),),
+        spoils=True,
     ),
     Attack(
         "links-on-the-path",
         Group.TOOLS,
         "puts links to its own programs into /usr/local/bin",
         (f"{MAKE_FORGER}for n in {_BASE} {_TOOLS}; do ln -sf {FORGER} /usr/local/bin/$n; done 2>/dev/null; true",),
+        spoils=True,
     ),
     Attack(
         "folder-of-path-as-link",
