@@ -179,7 +179,7 @@ RESOURCES = (
         "full-inodes",
         Group.RESOURCES,
         "leaves no inodes",
-        ("for d in . /tmp /logs / /dev/shm; do (cd $d; seq 20000 | xargs mkdir); done 2>/dev/null; true",),
+        ("for d in . /logs /dev/shm; do (cd $d; seq 17000 | xargs mkdir); done 2>/dev/null; true",),
         spoils=True,
     ),
     Attack(
