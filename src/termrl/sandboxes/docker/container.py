@@ -152,7 +152,7 @@ class DockerSandbox(Sandbox):
 
     async def restore(self, paths: Sequence[str]) -> frozenset[str]:
         self._check()
-        found = await self._api(pristine.read, self._keeper.daemon.client, self._keeper.pristine, self.image, paths)
+        found = await self._api(pristine.read, self._keeper.pristine, self.image, paths)
         if found.paths:
             await self._api(pristine.write, self._keeper.daemon.client, self.id, found)
         return found.paths

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     import docker
 
 
+_MAX_HELD = 64 << 20
+
+
 class Pristine:
     """A container for each image asked for, made but never started; the daemon reads files from it.
+
+    What was read is kept, up to a bound: the same few programs are asked for again and again.
 
     Args:
         labels: by which a sweep knows the containers.
@@ -28,6 +33,29 @@ class Pristine:
         self._labels = dict(labels)
         self._made: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._held: dict[tuple[str, str], bytes | None] = {}
+        self._size = 0
+
+    def read(self, image: str, path: str) -> bytes | None:
+        """A tar archive of ``path`` in ``image``; ``None`` if nothing is there. Blocks.
+
+        Raises:
+            docker.errors.APIError: the daemon cannot.
+        """
+        import docker.errors
+
+        key = (image, path)
+        if key in self._held:
+            return self._held[key]
+        try:
+            data = b"".join(self._client.api.get_archive(self.of(image), path)[0])
+        except docker.errors.NotFound:
+            data = None
+        with self._lock:
+            if self._size + len(data or b"") <= _MAX_HELD and key not in self._held:
+                self._size += len(data or b"")
+                self._held[key] = data
+        return data
 
     def of(self, image: str) -> str:
         """The container of ``image``. Blocks."""
@@ -55,24 +83,20 @@ class Found:
     archive: bytes
 
 
-def read(client: docker.DockerClient, pristine: Pristine, image: str, paths: Sequence[str]) -> Found:
+def read(pristine: Pristine, image: str, paths: Sequence[str]) -> Found:
     """Read ``paths`` (absolute, no link in the way) of ``image``; folders as a whole. Blocks.
 
     Raises:
         docker.errors.APIError: the daemon cannot.
     """
-    import docker.errors
-
-    container = pristine.of(image)
     found: set[str] = set()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as out:
         for path in sorted(paths):
-            try:
-                chunks, _ = client.api.get_archive(container, path)
-            except docker.errors.NotFound:
+            data = pristine.read(image, path)
+            if data is None:
                 continue
-            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as one:
+            with tarfile.open(fileobj=io.BytesIO(data)) as one:
                 _copy(one, out, posixpath.dirname(path))
             found.add(path)
     return Found(frozenset(found), buffer.getvalue())
