@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    # In the place of this folder, whose docker.py would come before the SDK.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks._report import Figure, report
 from termrl.attacks import ATTACKS, prove
@@ -37,7 +38,7 @@ from termrl.verifier.verify import verify
 IMAGE = "termrl-test/base:bookworm"
 BARS_MS = {"bubblewrap": 50.0, "docker": 400.0}
 
-_SETTINGS: Mapping[str, dict[str, Any]] = {"bubblewrap": {}, "docker": {"host_image": IMAGE}}
+_SETTINGS: Mapping[str, dict[str, Any]] = {"bubblewrap": {}, "docker": {"images": {"aliases": {"debian:12-slim": IMAGE}}}}
 _ATTACKED = {"bubblewrap": 3, "docker": 1}
 _ROUNDS = {"bubblewrap": 30, "docker": 8}
 
@@ -86,7 +87,8 @@ async def measure(backend: str, tasks: TaskSet, rounds: int | None) -> list[Figu
     """The figures of one backend."""
     async with open_provider(backend, **_SETTINGS[backend]) as provider:
         solved = await prove(tasks, provider, (), slots=4)
-        some = dict(islice(tasks.items(), 0, None, max(len(tasks) // _ATTACKED[backend], 1)))
+        step = -(-len(tasks) // _ATTACKED[backend])
+        some = dict(islice(tasks.items(), 0, None, step))
         attacked = await prove(some, provider, ATTACKS, slots=4, verify_s=5.0)
         whole, bare = await _cost_ms(provider, next(iter(tasks.values())), rounds or _ROUNDS[backend])
     through = [f"{result.task_id}: {result.attack.name}" for proof in attacked for result in proof.through]
