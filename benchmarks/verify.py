@@ -38,7 +38,10 @@ from termrl.verifier.verify import verify
 IMAGE = "termrl-test/base:bookworm"
 BARS_MS = {"bubblewrap": 50.0, "docker": 400.0}
 
-_SETTINGS: Mapping[str, dict[str, Any]] = {"bubblewrap": {}, "docker": {"images": {"aliases": {"debian:12-slim": IMAGE}}}}
+_SETTINGS: Mapping[str, dict[str, Any]] = {
+    "bubblewrap": {},
+    "docker": {"images": {"aliases": {"debian:12-slim": IMAGE}}},
+}
 _ATTACKED = {"bubblewrap": 3, "docker": 1}
 _ROUNDS = {"bubblewrap": 30, "docker": 8}
 

@@ -7,7 +7,8 @@ episode's missing verdict is recorded under.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class TermrlError(Exception):
@@ -83,8 +84,31 @@ class EnvironmentLostError(SandboxError):
     cause = "environment_lost"
 
 
+class ProtocolError(EnvironmentLostError):
+    """An environment server said what OpenEnv's protocol does not allow; the connection is closed."""
+
+
+class DeadlineError(EnvironmentLostError):
+    """An environment server did not answer in time; the connection is closed, so no later answer is mistaken."""
+
+
+class ServerError(EnvironmentLostError):
+    """An environment server answered with a coded error; the connection stays open.
+
+    ``code`` is OpenEnv's (``VALIDATION_ERROR``, ``EXECUTION_ERROR``, …), ``details`` the rest of what it sent.
+    """
+
+    def __init__(self, code: str, message: str, details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"the environment server answered {code}: {message}")
+        self.code = code
+        self.reason = message
+        self.details = dict(details or {})
+
+
 class CapacityError(SandboxStartError):
-    """An environment server has no free slot."""
+    """An environment server has no free slot. ``waited_s`` is how long one was waited for."""
+
+    waited_s = 0.0
 
     cause = "capacity"
 

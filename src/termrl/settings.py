@@ -76,6 +76,7 @@ def load_settings(
     *,
     files: Sequence[Path] = (),
     environ: Mapping[str, str] | None = None,
+    aliases: Mapping[str, Key] | None = None,
     flags: Sequence[str] = (),
 ) -> Loaded[M]:
     """Fill ``model`` from defaults, then ``files`` in order, then ``environ``, then ``flags``.
@@ -84,6 +85,7 @@ def load_settings(
         model: the root model; every section in it forbids unknown keys.
         files: TOML files, later ones win.
         environ: variables such as ``TERMRL_TRAINING__LR`` (``__`` stands for the dot); others are left alone.
+        aliases: variables of other names, and the key that each fills where ``TERMRL_…`` does not.
         flags: tokens such as ``--training.lr 1e-4``, ``--training.lr=1e-4``, ``--tasks.skip-broken``.
 
     Raises:
@@ -92,6 +94,9 @@ def load_settings(
     layers = _Layers()
     for path in files:
         _add_file(layers, path)
+    for variable, key in (aliases or {}).items():
+        if text := (environ or {}).get(variable):
+            layers.put(key, _from_text(model, key, text), variable)
     _add_environ(layers, model, environ or {})
     _add_flags(layers, model, flags)
     try:

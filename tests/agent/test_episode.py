@@ -367,11 +367,11 @@ NO_VERDICTS = {
         Observation(reward=0.0, error="late", info={"harness": HARNESS}),
         Cause.VERIFIER_CRASH,
     ),
-    "bare pytest": (Observation(reward=0.0, info={"harness": "pytest"}), Cause.VERIFIER_CRASH),
-    "no harness": (Observation(reward=0.0), Cause.VERIFIER_CRASH),
+    "bare pytest": (Observation(reward=0.0, info={"harness": "pytest"}), Cause.ENVIRONMENT_LOST),
+    "no harness": (Observation(reward=0.0), Cause.ENVIRONMENT_LOST),
     "beyond one": (Observation(reward=1.5, info={"harness": HARNESS}), Cause.BAD_REWARD),
     "not a number": (Observation(reward=float("nan"), info={"harness": HARNESS}), Cause.BAD_REWARD),
-    "malformed": (Observation(reward=0.0, info={"verdict": {"outcome": "maybe"}}), Cause.VERIFIER_CRASH),
+    "malformed": (Observation(reward=0.0, info={"verdict": {"outcome": "maybe"}}), Cause.ENVIRONMENT_LOST),
 }
 
 

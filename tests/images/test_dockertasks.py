@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import docker
+import docker.errors
 import pytest
 
 from termrl.environment.protocol import Action
@@ -28,15 +30,22 @@ AT_ONCE = 4
 
 
 @pytest.fixture
-async def provider(client: docker.DockerClient, state: Path) -> AsyncIterator[DockerProvider]:
-    images = ImageSettings(aliases={ALIAS: BASE}, pull_attempts=1)
+def cleaned(client: docker.DockerClient) -> Iterator[None]:
+    """Removes the images that the test builds."""
     before = {tag for image in client.images.list(name=REPOSITORY) for tag in image.tags}
+    yield
+    for tag in {tag for image in client.images.list(name=REPOSITORY) for tag in image.tags} - before:
+        # One that another program has a container of stays.
+        with contextlib.suppress(docker.errors.APIError):
+            client.images.remove(tag)
+
+
+@pytest.fixture
+async def provider(cleaned: None, state: Path) -> AsyncIterator[DockerProvider]:
+    images = ImageSettings(aliases={ALIAS: BASE}, pull_attempts=1)
     async with DockerProvider(state=state, images=images) as provider:
         yield provider
         assert provider.live == 0
-    for image in client.images.list(name=REPOSITORY):
-        for tag in {*image.tags} - before:
-            client.images.remove(tag, force=True)
 
 
 async def test_every_dockerfile_task_is_sound(provider: DockerProvider, tmp_path: Path) -> None:
@@ -89,7 +98,7 @@ def write_tasks(folder: Path, dockerfiles: dict[str, str], tests: dict[str, str 
 
 
 async def test_images_that_cannot_be_had_cost_their_own_tasks_only(
-    client: docker.DockerClient, state: Path, tmp_path: Path, registry: TinyRegistry
+    cleaned: None, state: Path, tmp_path: Path, registry: TinyRegistry
 ) -> None:
     dockerfiles = {
         "copies-nothing": f'FROM {BASE}\nCOPY ["gone", "/x"]\n',

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from termrl.agent.episode import run_episode
 from termrl.agent.prompts import opening
 from termrl.agent.types import Episode, Limits, Policy
+from termrl.environment.protocol import Environment
+from termrl.environment.remote import RemoteEnvironmentFactory
+from termrl.environment.remote_config import RemoteSettings
 from termrl.environment.terminal import TerminalEnvironment
 from termrl.errors import PolicyError
 from termrl.sandboxes import open_provider
@@ -59,8 +64,10 @@ class World:
 
         provider.create = watched  # type: ignore[method-assign]
 
-    async def attempt(self, policy: Policy, task: str = "tiny", **limits: Any) -> Episode:
-        environment = TerminalEnvironment(self.tasks, self.provider)
+    async def attempt(
+        self, policy: Policy, task: str = "tiny", environment: Environment | None = None, **limits: Any
+    ) -> Episode:
+        environment = environment or TerminalEnvironment(self.tasks, self.provider)
         try:
             return await run_episode(
                 environment,
@@ -104,12 +111,24 @@ async def start_no_sandbox(world: World) -> Episode:
     return await world.attempt(ScriptedPolicy(DONE))
 
 
+async def find_no_slot(world: World) -> Episode:
+    async def full(connection: ServerConnection) -> None:
+        full = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
+        await connection.send(json.dumps({"type": "error", "data": full}))
+
+    async with serve(full, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        factory = RemoteEnvironmentFactory(url, settings=RemoteSettings(capacity_wait_s=0.1))
+        return await world.attempt(ScriptedPolicy(DONE), environment=factory.create())
+
+
 Run = Callable[[World], Awaitable[Episode]]
 
 BY_CAUSE: dict[Cause, Run] = {
     Cause.SANDBOX_START: start_no_sandbox,
     Cause.SANDBOX_LOST: lose_the_sandbox,
     Cause.ENVIRONMENT_LOST: break_the_environment,
+    Cause.CAPACITY: find_no_slot,
     Cause.ENGINE_ERROR: lambda w: w.attempt(ScriptedPolicy(PolicyError("the endpoint refused the connection"))),
     Cause.BOOTSTRAP_FAILED: lambda w: w.attempt(ScriptedPolicy(DONE), "fetch"),
     Cause.VERIFIER_CRASH: lambda w: w.attempt(ScriptedPolicy(DONE), "crash"),

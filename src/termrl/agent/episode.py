@@ -6,14 +6,15 @@ import asyncio
 import hashlib
 import math
 import time
-from typing import Any, Literal
+from typing import Literal
 
-from termrl.agent.grading import verdict_of
 from termrl.agent.prompts import first_messages, format_error_text, observation_text
 from termrl.agent.reply import FormatError, ParsedReply, parse_reply
 from termrl.agent.types import Episode, Limits, Message, Opening, Policy, Reply, Turn
+from termrl.environment.budgets import seconds
 from termrl.environment.protocol import Action, Environment, Observation
-from termrl.errors import CommandError, ConfigError, PolicyError, SandboxError, TaskError
+from termrl.environment.verdicts import verdict_of
+from termrl.errors import CapacityError, CommandError, ConfigError, PolicyError, SandboxError, TaskError
 from termrl.verifier.outcomes import reward_of
 from termrl.verifier.verdict import Cause, EndReason, Verdict
 
@@ -88,7 +89,7 @@ class _Attempt:
         self._command_timeout_s: float | None = limits.command_timeout_s
         self._format_errors = 0
         self._known: tuple[int, int] | None = None  # tokens told by the endpoint, and the messages that they cover
-        names = ("reset_s", "generation_s", "queue_s", "exec_s", "verify_s", "total_s")
+        names = ("admission_s", "reset_s", "generation_s", "queue_s", "exec_s", "verify_s", "total_s")
         episode.timings = dict.fromkeys(names, 0.0)
 
     async def run(self) -> None:
@@ -102,16 +103,19 @@ class _Attempt:
         episode.reward = reward_of(episode.end_reason, episode.verdict, graded_cut=self._limits.grade_cut)
 
     async def _reset(self) -> bool:
-        start = time.monotonic()
+        start, waited_s = time.monotonic(), 0.0
         try:
             observation = await self._environment.reset(self.episode.task_id, seed=self.episode.seed)
+            waited_s = seconds(observation.info.get("admission_s")) or 0.0
         except (TaskError, ConfigError):
             raise
         except Exception as error:
             self._lost(error, Cause.ENVIRONMENT_LOST if isinstance(error, OSError) else Cause.SANDBOX_START)
+            waited_s = error.waited_s if isinstance(error, CapacityError) else 0.0
             return False
         finally:
-            self.episode.timings["reset_s"] = time.monotonic() - start
+            self.episode.timings["admission_s"] = waited_s
+            self.episode.timings["reset_s"] = max(time.monotonic() - start - waited_s, 0.0)
         if observation.error or not observation.success or not observation.instruction.strip():
             why = observation.error or "reset gave no instruction"
             self._no_verdict(
@@ -122,8 +126,8 @@ class _Attempt:
         self.episode.instruction = observation.instruction
         self.episode.info["reset"] = info
         self._messages = first_messages(self._opening, observation.instruction)
-        self._wall_s = _least(self._wall_s, _positive(info.get("agent_timeout_sec")))
-        self._command_timeout_s = self._command_timeout_s or _positive(info.get("command_timeout_s"))
+        self._wall_s = _least(self._wall_s, seconds(info.get("agent_timeout_sec")))
+        self._command_timeout_s = self._command_timeout_s or seconds(info.get("command_timeout_s"))
         return True
 
     async def _act(self) -> EndReason:
@@ -233,7 +237,7 @@ class _Attempt:
         except Exception as error:
             return self._lost(error, Cause.ENVIRONMENT_LOST)
         info = observation.info
-        turn.exec_s = _positive(info.get("duration_s")) or time.monotonic() - start
+        turn.exec_s = seconds(info.get("duration_s")) or time.monotonic() - start
         self.episode.timings["exec_s"] += turn.exec_s
         turn.exit_code = _integer(info.get("exit_code"))
         turn.timed_out = bool(info.get("timed_out"))
@@ -257,6 +261,8 @@ class _Attempt:
         action = Action(action_type="evaluate", wait_seconds=self._limits.verify_timeout_s)
         try:
             return verdict_of(await self._environment.step(action))
+        except (TaskError, ConfigError):
+            raise
         except Exception as error:
             self.episode.error = _line(error)
             return Verdict.missing(_cause(_cause_name(error), Cause.ENVIRONMENT_LOST), self.episode.error)
@@ -309,11 +315,6 @@ def _cause(name: object, default: Cause) -> Cause:
         return Cause(name)
     except ValueError:
         return default
-
-
-def _positive(value: Any) -> float | None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    return float(value) if ok else None
 
 
 def _integer(value: object) -> int | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import resource
-import socket
-from collections.abc import AsyncIterator, Iterator
-
-import uvicorn
+from collections.abc import AsyncIterator
 
 from termrl.capture.app import SessionServer
 from termrl.capture.ledger import OnDivergence
 from termrl.capture.render import Renderer
 from termrl.capture.upstreams import Upstream
+from termrl.serving import bind, running, url_of
 
 __all__ = ["SessionServer", "raise_open_file_limit", "serve"]
 
@@ -50,43 +47,14 @@ async def serve(
         max_sessions=max_sessions,
         max_body_bytes=max_body_bytes,
     )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        address = f"[{host}]" if family == socket.AF_INET6 else host
-        server.url = f"http://{address}:{listener.getsockname()[1]}"
-        config = uvicorn.Config(
-            server.app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            backlog=4096,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=5,
-        )
-        runner = _Runner(config)
-        task = asyncio.create_task(runner.serve(sockets=[listener]))
-        try:
-            while not runner.started:
-                if task.done():
-                    await task
-                    raise OSError(f"the session server did not start on {server.url}")
-                await asyncio.sleep(0.005)
-            yield server
-        finally:
-            await server.aclose()
-            runner.should_exit = True
-            await task
-
-
-class _Runner(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals to their owner."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    with bind(host, port) as listener:
+        server.url = url_of(listener, host)
+        options = {"lifespan": "off", "ws": "none", "timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": 5}
+        async with running(server.app, listener, **options):
+            try:
+                yield server
+            finally:
+                await server.aclose()
 
 
 def raise_open_file_limit(wanted: int = _OPEN_FILES) -> int:

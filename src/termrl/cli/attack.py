@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from termrl.cli.interrupts import Interrupts
+from termrl.cli.interrupts import INTERRUPTED, Interrupts
+from termrl.config import TrainConfig
 from termrl.errors import ConfigError
+from termrl.settings import load_settings
 
 if TYPE_CHECKING:
     from termrl.attacks import Attack, AttackResult, TaskProof
@@ -23,14 +27,15 @@ _MANY = Parameter(negative="")
 def attack(
     tasks: Path | None = None,
     /,
-    *,
-    sandbox: str = "bubblewrap",
+    *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    sandbox: str | None = None,
     only: Annotated[list[str] | None, _MANY] = None,
     task: Annotated[list[str] | None, _MANY] = None,
     slots: Annotated[int, Parameter(name=["--slots", "-n"])] = 4,
     verify_timeout: float | None = None,
     json: Annotated[bool, _MANY] = False,
     list: Annotated[bool, _MANY] = False,
+    config: Annotated[tuple[Path, ...], Parameter(name=["--config", "-c"], negative="")] = (),
 ) -> int:
     """Attack tasks as a policy would that looks for holes, and print what got through.
 
@@ -43,7 +48,7 @@ def attack(
     tasks
         A folder of tasks, or one task.
     sandbox
-        The backend to run them on.
+        The backend: bubblewrap or docker; --sandbox.settings.KEY VALUE sets it up, as in termrl train.
     only
         Only this attack, or attacks of this group; can be given several times, or with commas between.
     task
@@ -56,6 +61,8 @@ def attack(
         Print one object instead of a table.
     list
         Print the attacks there are, and run nothing.
+    config
+        TOML file of termrl train, whose [sandbox], [images] and [verify] are used.
     """
     from termrl.attacks import chosen
     from termrl.tasks import TaskSet
@@ -69,29 +76,61 @@ def attack(
         raise ConfigError("TASKS: a folder of tasks, or one task, is needed", hint="termrl attack --help")
     if slots < 1:
         raise ConfigError(f"--slots: {slots} is not at least 1")
+    flags = [*settings, *([] if sandbox is None else [f"--sandbox.backend={sandbox}"])]
+    given = load_settings(TrainConfig, files=config, environ=os.environ, flags=flags).config
     found = TaskSet.load(tasks)
     mine = found.only(task) if task else found
-    interrupts = Interrupts("nothing was kept")
-    with interrupts:
-        try:
-            proofs = asyncio.run(_run(mine, sandbox, attacks, slots, verify_timeout, interrupts, quiet=json))
-        except asyncio.CancelledError:
-            print("interrupted: the sandboxes are removed")
-            return interrupts.code or 130
+    proofs, code = _run(mine, given, attacks, slots, verify_timeout, quiet=json)
+    backend = given.sandbox.backend
     if json:
-        print(json_module.dumps(_as_json(sandbox, attacks, proofs), indent=2))
-    else:
-        _show(sandbox, attacks, proofs)
-    return int(any(proof.unfit or proof.through for proof in proofs))
+        print(json_module.dumps(_as_json(backend, attacks, proofs), indent=2))
+    elif proofs:
+        _show(backend, proofs)
+    return code or int(any(proof.unfit or proof.through for proof in proofs))
 
 
-async def _run(
+def _run(
     tasks: Mapping[str, Task],
-    sandbox: str,
+    config: TrainConfig,
     attacks: Sequence[Attack],
     slots: int,
     verify_s: float | None,
-    interrupts: Interrupts,
+    *,
+    quiet: bool,
+) -> tuple[Sequence[TaskProof], int]:
+    """The proofs, and the exit code of an interruption, after which there are none."""
+    from termrl.sandboxes.sweep import sweep
+
+    settings = config.sandbox_settings()
+    state = settings.get("state")
+    folder = None if state is None else Path(state)
+
+    async def work() -> Sequence[TaskProof]:
+        interrupts.attach()
+        failed = True
+        try:
+            proofs = await _prove(tasks, config, settings, attacks, slots, verify_s, quiet=quiet)
+            failed = False
+            return proofs
+        finally:
+            interrupts.detach(failed=failed)
+
+    with Interrupts("nothing was kept", state=folder) as interrupts:
+        try:
+            return asyncio.run(work()), 0
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            sweep(folder)
+            print("interrupted; nothing was kept", file=sys.stderr)
+            return [], interrupts.code or INTERRUPTED
+
+
+async def _prove(
+    tasks: Mapping[str, Task],
+    config: TrainConfig,
+    settings: dict[str, Any],
+    attacks: Sequence[Attack],
+    slots: int,
+    verify_s: float | None,
     *,
     quiet: bool,
 ) -> Sequence[TaskProof]:
@@ -102,23 +141,20 @@ async def _run(
     from termrl.sandboxes import open_provider
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    interrupts.attach()
-    try:
-        async with open_provider(sandbox) as provider:
-            with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-                bar = progress.add_task("attacks", total=len(tasks) * (1 + len(attacks)))
+    async with open_provider(config.sandbox.backend, **settings) as provider:
+        with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+            bar = progress.add_task("attacks", total=len(tasks) * (1 + len(attacks)))
 
-                def told(proof: TaskProof, result: AttackResult | None) -> None:
-                    progress.update(bar, advance=1 + (len(attacks) if result is None and proof.unfit else 0))
-                    if result is None and proof.unfit:
-                        progress.console.print(f"{proof.task_id}: {proof.unfit}", highlight=False, markup=False)
-                    elif result is not None and result.got_through:
-                        text = f"{proof.task_id}: {result.attack.name} GOT THROUGH"
-                        progress.console.print(text, highlight=False, markup=False)
+            def told(proof: TaskProof, result: AttackResult | None) -> None:
+                progress.update(bar, advance=1 + (len(attacks) if result is None and proof.unfit else 0))
+                if result is None and proof.unfit:
+                    progress.console.print(f"{proof.task_id}: {proof.unfit}", highlight=False, markup=False)
+                elif result is not None and result.got_through:
+                    text = f"{proof.task_id}: {result.attack.name} GOT THROUGH"
+                    progress.console.print(text, highlight=False, markup=False)
 
-                return await prove(tasks, provider, attacks, slots=slots, verify_s=verify_s, told=told)
-    finally:
-        interrupts.detach(failed=True)
+            rules = config.verify.rules()
+            return await prove(tasks, provider, attacks, rules=rules, slots=slots, verify_s=verify_s, told=told)
 
 
 def _as_json(sandbox: str, attacks: Sequence[Attack], proofs: Sequence[TaskProof]) -> dict[str, object]:
@@ -140,7 +176,7 @@ def _as_json(sandbox: str, attacks: Sequence[Attack], proofs: Sequence[TaskProof
     }
 
 
-def _show(sandbox: str, attacks: Sequence[Attack], proofs: Sequence[TaskProof]) -> None:
+def _show(sandbox: str, proofs: Sequence[TaskProof]) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -66,7 +66,14 @@ class State(BaseModel):
 
 
 class Environment(abc.ABC):
-    """One session: reset to a task, step through it, close. Not for concurrent use."""
+    """One session: reset to a task, step through it, close. Not for concurrent use.
+
+    Attributes:
+        admission_s: seconds that a reset may wait for a free slot before it begins. What it did wait is
+            ``admission_s`` in its observation's ``info``, and counts against no budget.
+    """
+
+    admission_s: float = 0.0
 
     @abc.abstractmethod
     async def reset(self, task_id: str, *, seed: int | None = None, episode_id: str | None = None) -> Observation:

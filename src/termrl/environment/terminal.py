@@ -11,6 +11,7 @@ from typing import Any
 
 from termrl.environment.protocol import Action, Environment, Observation, State
 from termrl.environment.sessions import Sessions, SessionView
+from termrl.environment.verdicts import verdict_info
 from termrl.errors import CommandError, TaskError
 from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Sandbox, SandboxProvider
 from termrl.tasks.task import Task
@@ -91,12 +92,14 @@ class TerminalEnvironment(Environment):
         """Start ``task_id`` in a fresh sandbox; whatever went before is gone, also when this fails.
 
         Raises:
-            TaskError: no such task, the provider refuses it, or it needs a host variable that is not set.
+            TaskError: no such task, it changed on disk since it was loaded, the provider refuses it, or it needs a host
+                variable that is not set.
             SandboxStartError: the machine could not start the sandbox.
         """
         await self._release(_RESET_FAILED)
         self._task, self._done, self._state = None, False, State()
         task = self._find(task_id)
+        task.check_unchanged()
         verifier_variables(task)
         self._sandbox = await self._provider.create(task.resolved_sandbox())
         self._sessions = Sessions(self._sandbox, output_limit=self._output_limit)
@@ -122,6 +125,7 @@ class TerminalEnvironment(Environment):
 
         Raises:
             SandboxError: the sandbox was lost (not from ``evaluate``, which gives a missing verdict then).
+            TaskError: from ``evaluate``: the task changed on disk since it was loaded.
         """
         self._state.step_count += 1
         self._state.last_action_type = action.action_type
@@ -212,6 +216,7 @@ class TerminalEnvironment(Environment):
         async def clean_room() -> Verdict:
             return await verify_in_clean_room(sandbox, task, fresh=another, timeout_s=action.wait_seconds)
 
+        task.check_unchanged()
         mode: MissingVerdict = "drop" if task.tests_use_network else self._rules.missing_verdict
         verdict = await attribute(await verify_here(), again=verify_here, fresh=verify_untouched, mode=mode)
         verdict = await apply_rules(verdict, self._rules, clean_room=clean_room)
@@ -219,7 +224,7 @@ class TerminalEnvironment(Environment):
             return self._unscored(action, verdict)
         self._refusal, self._done = _DONE, True
         reward = verdict.reward if verdict.raw_reward is None else verdict.raw_reward
-        return self._observe("evaluate", output=verdict.output_tail, info=_verdict_info(verdict), reward=reward)
+        return self._observe("evaluate", output=verdict.output_tail, info=verdict_info(verdict), reward=reward)
 
     async def _close_action(self) -> Observation:
         await self._release(_CLOSED)
@@ -267,7 +272,7 @@ class TerminalEnvironment(Environment):
 
     def _unscored(self, action: Action, verdict: Verdict) -> Observation:
         error = f"no verdict: {verdict.cause}: {verdict.detail}"
-        info, output = _verdict_info(verdict), verdict.output_tail
+        info, output = verdict_info(verdict), verdict.output_tail
         return self._observe("evaluate", output=output, success=False, error=error, info=info, reward=None)
 
     def _observe(self, action_type: str, *, reward: float | None = 0.0, **fields: Any) -> Observation:
@@ -325,8 +330,3 @@ class LocalEnvironmentFactory:
             output_limit=self._output_limit,
             fresh=self.fresh,
         )
-
-
-def _verdict_info(verdict: Verdict) -> dict[str, Any]:
-    passed = None if verdict.outcome is Outcome.NO_VERDICT else verdict.outcome is Outcome.PASSED
-    return {"verdict": verdict.model_dump(mode="json"), "tests_passed": passed, "harness": verdict.harness}

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from termrl.agent.types import Message, Policy, Reply
+from termrl.environment.budgets import Budgets
 from termrl.environment.protocol import Action, Environment, Observation, State
-from termrl.verifier.attribution import UNTOUCHED_RUNS
 
 T = TypeVar("T")
 
-_VERIFY_S = 900.0
-_EXEC_S = 60.0
 _CLOSE_S = 60.0
 _LOOK_S = 0.25
 
@@ -96,19 +94,18 @@ class BoundedEnvironment(Environment):
     def __init__(self, inner: Environment, pulse: Pulse, *, command_timeout_s: float | None) -> None:
         self._inner = inner
         self._pulse = pulse
-        self._command_s = command_timeout_s
-        self._verify_s: float | None = None
+        bounds = pulse.bounds
+        self.admission_s = inner.admission_s
+        self._budgets = Budgets(bounds.reset_s + inner.admission_s, bounds.grace_s, command_timeout_s)
 
     async def reset(self, task_id: str, *, seed: int | None = None, episode_id: str | None = None) -> Observation:
         call = self._inner.reset(task_id, seed=seed, episode_id=episode_id)
-        observation = await self._bounded("reset", call, self._pulse.bounds.reset_s)
-        info = observation.info
-        self._verify_s = _seconds(info.get("verifier_timeout_sec"))
-        self._command_s = self._command_s or _seconds(info.get("command_timeout_s"))
+        observation = await self._bounded("reset", call, self._budgets.reset_s)
+        self._budgets = self._budgets.told(observation.info)
         return observation
 
     async def step(self, action: Action) -> Observation:
-        return await self._bounded(action.action_type, self._inner.step(action), self._budget_s(action))
+        return await self._bounded(action.action_type, self._inner.step(action), self._budgets.of(action))
 
     def state(self) -> State:
         return self._inner.state()
@@ -118,14 +115,6 @@ class BoundedEnvironment(Environment):
             await within(_CLOSE_S, self._inner.close())
         except TimeoutError:
             return
-
-    def _budget_s(self, action: Action) -> float:
-        bounds = self._pulse.bounds
-        if action.action_type != "evaluate":
-            return max(action.wait_seconds or 0.0, self._command_s or _EXEC_S) + bounds.grace_s
-        one = (action.wait_seconds or self._verify_s or _VERIFY_S) + bounds.grace_s
-        # a missing verdict is asked for again in the same sandbox, then in untouched ones
-        return 2 * one + UNTOUCHED_RUNS * (one + bounds.reset_s)
 
     async def _bounded(self, name: str, call: Coroutine[Any, Any, T], seconds: float) -> T:
         try:
@@ -174,7 +163,3 @@ def _abandon(task: asyncio.Task[Any]) -> None:
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _seconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None

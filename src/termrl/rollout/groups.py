@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,6 +107,11 @@ def cause_of(episode: Episode) -> str:
     if episode.verdict is not None and episode.verdict.cause is not None:
         return str(episode.verdict.cause)
     return UNKNOWN_CAUSE
+
+
+def lost_attempts(episodes: Iterable[Episode]) -> Counter[str]:
+    """How many attempts lost their environment and were played again, by cause."""
+    return Counter(str(loss["cause"]) for episode in episodes for loss in episode.info.get("lost", ()))
 
 
 def sampled_tokens(episode: Episode) -> int:

@@ -12,11 +12,12 @@ import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from termrl.errors import CommandError
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
+NETWORK_MODES: tuple[NetworkMode, ...] = get_args(NetworkMode)
 
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 # 86 of Terminal-Bench 2's 89 images have their working directory there.

@@ -1,9 +1,7 @@
-"""What holds for the files of any task folder: safe links, readable text, a digest of the content."""
+"""What holds for the files of any task folder: safe links, readable text."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,28 +67,3 @@ def entries(folder: Path) -> Iterator[tuple[str, Path]]:
         if path.is_dir() and not path.is_symlink():
             for name, below in entries(path):
                 yield f"{path.name}/{name}", below
-
-
-def digest(folder: Path, *, modes: bool = False) -> str:
-    """SHA-256 (hex) over names, kinds, run bits, link targets and contents of everything in a task folder.
-
-    Times, owners and the folder's own name do not count, so a copy has the digest of its original. With ``modes``
-    all permission bits count, as they do for an image that the folder is copied into.
-    """
-    total = hashlib.sha256()
-
-    def add(*fields: bytes) -> None:
-        for part in fields:
-            total.update(len(part).to_bytes(8, "big") + part)
-
-    for name, path in sorted(entries(folder)):
-        label = os.fsencode(name)
-        if path.is_symlink():
-            add(b"link", label, os.fsencode(path.readlink()))
-        elif path.is_dir():
-            add(b"folder", label, *([b"%o" % stat.S_IMODE(path.stat().st_mode)] if modes else []))
-        else:
-            mode = path.stat().st_mode
-            bits = b"%o" % stat.S_IMODE(mode) if modes else b"x" if mode & 0o100 else b"-"
-            add(b"file", label, bits, hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()

@@ -12,6 +12,7 @@ from termrl.tasks.config import HealthcheckConfig, TaskConfig, parse_config, uns
 from termrl.tasks.dockerfile import read_dockerfile
 from termrl.tasks.folder import check_tree, entries, read_text
 from termrl.tasks.ignore import IGNORE_FILE, excluded_paths
+from termrl.tasks.seal import Seal
 from termrl.tasks.task import Task
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -38,6 +39,7 @@ def _load(path: Path) -> Task:
     if not toml.is_file():
         raise TaskError(f"{path}: no task.toml", hint="a task is a folder with task.toml, instruction.md and tests/")
     check_tree(path)
+    seal = Seal(path)
     config, warnings = parse_config(read_text(toml), str(toml))
     refused = [f"{toml}: {feature}" for feature in unsupported(config)] + _unsupported_files(path)
     if refused:
@@ -63,7 +65,19 @@ def _load(path: Path) -> Task:
         tests_use_network=_tests_use_network(path / "tests" / "test.sh", sandbox.network_mode),
         metadata=dict(config.metadata),
         warnings=tuple(warnings),
+        seal=seal,
     )
+
+
+def cannot_pass(tests: Path) -> list[str]:
+    """What in a task's ``tests/`` bash or Python cannot even read, each as ``file: why``."""
+    found = []
+    if b"\r\n" in (tests / "test.sh").read_bytes():
+        found.append("test.sh: some lines have Windows line ends (CRLF): bash will not understand those")
+    for name, file in entries(tests):
+        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
+            found.append(f"{name}: {line}: tests that need it can never pass")
+    return found
 
 
 def strip_canary(text: str) -> str:
@@ -110,14 +124,10 @@ def _check_tests(path: Path) -> list[str]:
             f"{script}: has Windows line ends (CRLF): bash takes the carriage returns as part of each command",
             hint="convert it, for example: sed -i 's/\\r$//' test.sh",
         )
-    if b"\r\n" in raw:
-        warnings.append(f"{script}: some lines have Windows line ends (CRLF): bash will not understand those")
+    warnings += [f"{tests}/{reason}" for reason in cannot_pass(tests)]
     solution = path / "solution" / "solve.sh"
     if solution.is_file() and _windows_script(solution.read_bytes()):
         warnings.append(f"{solution}: has Windows line ends (CRLF): the oracle will not run")
-    for name, file in entries(tests):
-        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
-            warnings.append(f"{tests / name}: {line}: tests that need it can never pass")
     if (path / IGNORE_FILE).exists():
         warnings.append(f"{path / IGNORE_FILE}: not used: only rules in tests/ and solution/ are")
     return warnings

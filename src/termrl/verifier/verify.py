@@ -18,6 +18,7 @@ from termrl.sandboxes.base import ExecResult, Sandbox
 from termrl.tasks.ignore import excluded_paths
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import bootstrap_failure, downloads_in, mentions
+from termrl.verifier.redaction import Redactor
 from termrl.verifier.reward import MAX_REWARD_BYTES, parse_reward_json, parse_reward_txt
 from termrl.verifier.signals import Signal
 from termrl.verifier.surroundings import LOGS, verifier_environment
@@ -102,7 +103,8 @@ async def verify(
 
     Returns:
         passed or failed with the raw reward, or no verdict with one of the causes sandbox_lost,
-        verifier_timeout, bootstrap_failed, bad_reward, verifier_crash.
+        verifier_timeout, bootstrap_failed, bad_reward, verifier_crash. Values that the task's variables take from the
+        host stand nowhere in it.
 
     Raises:
         TaskError: ``[verifier] env`` names a host variable that is not set.
@@ -119,7 +121,7 @@ async def verify(
         verdict = Verdict.missing(Cause(error.cause), error.message, **evidence.fields())
     finally:
         await _take_tests_away(sandbox)
-    return verdict
+    return Redactor(task).verdict(verdict, cut_start=len(evidence.output.encode()) >= _TAIL_BYTES)
 
 
 async def _run_tests(

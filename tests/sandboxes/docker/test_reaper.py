@@ -173,6 +173,8 @@ async def test_settings_that_are_wrong_are_a_config_error(docker_required: None)
 
     with pytest.raises(ConfigError, match=r"sandbox: docker: .*colour"):
         open_provider("docker", colour="blue")
+    with pytest.raises(ConfigError, match=r"sandbox: docker: images\.parallel: .*greater"):
+        open_provider("docker", images={"parallel": 0})
 
 
 def test_the_doctor_names_each_part_of_the_daemon_and_what_a_missing_one_needs(

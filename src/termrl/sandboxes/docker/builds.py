@@ -29,7 +29,8 @@ from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.pull import CLOSING, is_rate_limit, rate_limited
 from termrl.sandboxes.docker.references import Aliases
 from termrl.sandboxes.docker.rewrite import APT_CONFIG, APT_SECRET, CA_SECRET, has_heredoc, rewrite
-from termrl.tasks.folder import digest, read_text
+from termrl.tasks.folder import read_text
+from termrl.tasks.seal import tree_digest
 
 REPOSITORY = "termrl/build"
 LABEL = "termrl.build"
@@ -97,7 +98,7 @@ class Builds:
     def _name(self, context: Path, text: str, bases: tuple[str, ...]) -> str:
         """What the image depends on, as a digest: the folder, the Dockerfile as built, what aliases stand for."""
         ids = [str((self._daemon.find(base) or {}).get("Id", base)) for base in bases]
-        parts = [digest(context, modes=True), text, self._settings.platform or "", self._settings.build_network, *ids]
+        parts = [tree_digest(context), text, self._settings.platform or "", self._settings.build_network, *ids]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def _build(self, plan: BuildPlan, dockerfile: Path, text: str) -> None:

@@ -45,7 +45,7 @@ class DockerProvider(SandboxProvider):
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
-        ConfigError: ``images`` has bad keys.
+        ConfigError: bad settings of images.
         SandboxStartError: no daemon answers, this user may not ask it, or the state folder cannot be used.
     """
 
@@ -61,7 +61,7 @@ class DockerProvider(SandboxProvider):
         host_image: str | None = None,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
-        settings = ImageSettings.of(images)
+        image_settings = ImageSettings.of(images)
         self._state = state_folder(Path(state) if state else None)
         self.daemon = Connection(host, threads=threads)
         try:
@@ -74,7 +74,7 @@ class DockerProvider(SandboxProvider):
         self._owner = Owner(self._state)
         self._ttl_s = ttl_s
         self._host_image = host_image
-        self._images = ImageStore(self.daemon.client, settings, state=self._state, labels=self.labels("image"))
+        self._images = ImageStore(self.daemon.client, image_settings, state=self._state, labels=self.labels("image"))
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
         self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
         self.pristine = Pristine(self.daemon.client, self.labels("image"))
@@ -226,7 +226,7 @@ class DockerProvider(SandboxProvider):
         if "bind source path does not exist" in said:
             return SandboxStartError(
                 f"{spec.task_id}: the daemon at {self.daemon.host} does not see this machine's files ({said})",
-                hint="use a daemon on this machine; if termrl itself runs in a container, mount a folder of the daemon's "
+                hint="use a daemon on this machine; if termrl runs in a container, mount a folder of the daemon's "
                 "machine into it at the same path and set TERMRL_STATE_DIR to it",
             )
         return SandboxStartError(said)

@@ -1,0 +1,195 @@
+"""The environment server as a whole: tasks, sandboxes, sessions and the socket, up together and down together."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from termrl.config import SandboxConfig
+from termrl.environment.server.admission import Admission
+from termrl.environment.server.config import MEMORY_SHARE, ServeConfig
+from termrl.environment.server.metrics import CountedProvider, ServerMetrics
+from termrl.environment.server.security import Guard, find_token
+from termrl.environment.server.session import Budgets, Sessions
+from termrl.environment.terminal import LocalEnvironmentFactory
+from termrl.errors import ConfigError, TaskError
+from termrl.sandboxes import SandboxProvider, open_provider
+from termrl.sandboxes.host import memory_mb, raise_open_files
+from termrl.serving import bind, running, url_of
+from termrl.tasks.task import Task
+from termrl.tasks.taskset import TaskSet
+
+# A session holds a socket and its sandbox's channel; the rest is for the process and for what is open for moments.
+_FILES_PER_SESSION = 2
+_FILES_BESIDE = 48
+_UVICORN_S = 5
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class EnvironmentServer:
+    """A server that accepts connections.
+
+    Attributes:
+        url: ``http://host:port``.
+        left_out: tasks that are not served, by name, and why.
+    """
+
+    url: str
+    sessions: Sessions
+    provider: SandboxProvider
+    left_out: Mapping[str, str]
+
+
+@contextlib.asynccontextmanager
+async def serve(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterator[EnvironmentServer]:
+    """Run the server in this event loop; on leaving, every session and sandbox is ended.
+
+    Args:
+        environ: where ``$TERMRL_TOKEN`` is looked up.
+
+    Raises:
+        ConfigError: settings that cannot work (see :func:`~termrl.environment.server.security.find_token`), the address
+            cannot be had, or openenv is missing.
+        TaskError: broken tasks, or ones that the sandbox cannot run (unless ``skip_broken``), or none left.
+        SandboxStartError: this machine lacks what the sandboxes need.
+    """
+    from termrl.environment.server.app import build_app
+
+    token = find_token(config, environ)
+    files = raise_open_files()[0]
+    if (needed := config.max_sessions * _FILES_PER_SESSION + _FILES_BESIDE) > files:
+        raise ConfigError(
+            f"max_sessions: {config.max_sessions} sessions need {needed} open files, this process may have {files}",
+            hint="ulimit -n raises that, or lower --max-sessions",
+        )
+    tasks, left_out = load_tasks(config.tasks, skip_broken=config.skip_broken)
+    with _listener(config) as listener:
+        swept = sweep_first(config.sandbox)
+        async with open_provider(config.sandbox.backend, **config.sandbox.provider_settings(config.images)) as inner:
+            provider = CountedProvider(inner)
+            max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
+            tasks, refused = runnable(tasks, provider, max_memory_mb, skip=config.skip_broken)
+            admission = Admission(max_sessions=config.max_sessions, max_memory_mb=max_memory_mb)
+            factory = LocalEnvironmentFactory(
+                tasks, provider, command_timeout_s=config.command_timeout_s, rules=config.verify.rules()
+            )
+            sessions = Sessions(
+                tasks,
+                factory.create,
+                admission=admission,
+                budgets=_budgets(config),
+                metrics=ServerMetrics(admission, provider, swept=swept),
+                backend=provider.name,
+                default_task_id=_default_task(config, tasks),
+            )
+            app = Guard(
+                build_app(sessions, max_frame_bytes=config.max_frame_mb << 20),
+                token=token,
+                host=config.host,
+                origins=config.allowed_origins,
+            )
+            options = {
+                "lifespan": "off",
+                "ws": "websockets-sansio",
+                "ws_ping_interval": config.ping_interval_s,
+                "ws_ping_timeout": config.ping_timeout_s,
+                # the gate answers what is over max_frame_mb; this only bounds what it has to look at
+                "ws_max_size": config.max_frame_mb << 22,
+                "ws_per_message_deflate": False,
+                "timeout_graceful_shutdown": _UVICORN_S,
+            }
+            async with running(app, listener, **options):
+                try:
+                    yield EnvironmentServer(url_of(listener, config.host), sessions, provider, {**left_out, **refused})
+                finally:
+                    await sessions.close()
+
+
+def load_tasks(folders: tuple[Path, ...], *, skip_broken: bool) -> tuple[dict[str, Task], dict[str, str]]:
+    """The tasks of several folders by id, and what was left out, by name.
+
+    Raises:
+        TaskError: a folder that is none, broken tasks (unless ``skip_broken``), or an id in two folders.
+    """
+    tasks: dict[str, Task] = {}
+    broken: dict[str, str] = {}
+    for folder in dict.fromkeys(folders):
+        found = TaskSet.load(folder, skip_broken=skip_broken)
+        if twice := sorted(tasks.keys() & found.keys()):
+            raise TaskError(f"{folder}: {_names(twice)} is in another folder too")
+        tasks |= found
+        broken |= found.broken
+    return dict(sorted(tasks.items())), broken
+
+
+def runnable(
+    tasks: Mapping[str, Task], provider: SandboxProvider, max_memory_mb: int, *, skip: bool
+) -> tuple[dict[str, Task], dict[str, str]]:
+    """The tasks that can be run here, and why the others cannot.
+
+    Raises:
+        TaskError: there are others (unless ``skip``), or nothing but those.
+    """
+    refused: dict[str, str] = {}
+    for task in tasks.values():
+        if why := provider.refusal(task.sandbox):
+            refused[task.id] = why
+        elif (task.sandbox.memory_mb or 0) > max_memory_mb:
+            refused[task.id] = f"memory_mb {task.sandbox.memory_mb} is over max_memory_mb {max_memory_mb}"
+    good = {name: task for name, task in tasks.items() if name not in refused}
+    if refused and not (skip and good):
+        lines = [f"{len(refused)} of {len(tasks)} tasks cannot be run by {provider.name}"]
+        lines += [f"{name}: {why}" for name, why in list(refused.items())[:_NAMED]]
+        lines += [f"and {len(refused) - _NAMED} more"] if len(refused) > _NAMED else []
+        raise TaskError("\n".join(lines), hint="--skip-broken goes on with the others" if good else None)
+    return good, refused
+
+
+def sweep_first(sandbox: SandboxConfig) -> int:
+    """Remove what killed servers and runs left of bubblewrap sandboxes; returns how many of their owners were dead."""
+    if sandbox.backend != "bubblewrap":
+        return 0
+    from termrl.sandboxes.sweep import sweep
+
+    state = sandbox.settings.get("state")
+    return sweep(None if state is None else Path(state)).folders
+
+
+def _listener(config: ServeConfig) -> socket.socket:
+    try:
+        listener = bind(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(
+            f"port: cannot listen on {config.host} port {config.port}: {error.strerror or error}",
+            hint="--port 0 takes a free one",
+        ) from None
+    # A client that takes no bytes any more is given up by the kernel, which no ping timeout sees.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.idle_s * 1000))
+    return listener
+
+
+def _budgets(config: ServeConfig) -> Budgets:
+    return Budgets(
+        command_timeout_s=config.command_timeout_s,
+        max_wait_s=config.max_wait_s,
+        reset_s=config.reset_s,
+        grace_s=config.grace_s,
+        close_s=config.close_s,
+        idle_s=config.idle_s,
+    )
+
+
+def _default_task(config: ServeConfig, tasks: Mapping[str, Task]) -> str:
+    name = config.default_task_id
+    if name is not None and name not in tasks:
+        raise ConfigError(f"default_task_id: there is no task {name!r} in what is served")
+    return name or next(iter(tasks))
+
+
+def _names(names: list[str]) -> str:
+    more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
