@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from termrl.sandboxes.base import SandboxProvider
 from tests.attacks.backends import BACKENDS, missing, open_backend
-from tests.attacks.kinds import python_image_of
+from tests.attacks.kinds import python_image_of, remove_python_image
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
@@ -41,3 +41,10 @@ async def docker() -> AsyncIterator[SandboxProvider]:
 def python_image() -> str:
     """An image whose Python has pytest and pip; no image where there is no daemon."""
     return "" if missing("docker") else python_image_of()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_image_left() -> Iterator[None]:
+    yield
+    if python_image_of.cache_info().currsize:
+        remove_python_image()

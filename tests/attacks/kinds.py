@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import shutil
 import subprocess
 import tarfile
@@ -131,7 +132,7 @@ def add_evil_library(task: Task) -> None:
         subprocess.run([compiler, "-shared", "-fPIC", "-o", target, "-xc", "-"], input=source, check=True)
 
 
-PYTHON_IMAGE = "termrl-test/python:attacks"
+PYTHON_IMAGE = f"termrl-test/python:attacks-{os.getpid()}"
 
 
 @cache
@@ -153,6 +154,18 @@ def python_image_of() -> str:
         container.remove(force=True)
         client.close()
     return PYTHON_IMAGE
+
+
+def remove_python_image() -> None:
+    """Remove the image that :func:`python_image_of` made."""
+    import docker
+
+    client = docker.from_env()
+    try:
+        client.images.remove(PYTHON_IMAGE, force=True)
+    finally:
+        client.close()
+    python_image_of.cache_clear()
 
 
 def _roots(member: tarfile.TarInfo) -> tarfile.TarInfo:
