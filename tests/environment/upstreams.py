@@ -82,7 +82,7 @@ class Container:
     def run(self, arguments: list[str], *, workdir: str, timeout_s: float | None = None) -> tuple[int, str]:
         """Exit code and output of a program."""
         bwrap = [str(find_bwrap()[0]), "--bind", str(self.root), "/", "--ro-bind", "/usr", "/usr", "--dev", "/dev"]
-        bwrap += ["--proc", "/proc", "--unshare-pid", "--chdir", workdir, "--clearenv"]
+        bwrap += ["--proc", "/proc", "--unshare-pid", "--as-pid-1", "--chdir", workdir, "--clearenv"]
         bwrap += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin"]
         if not self.root.is_dir():
             raise RuntimeError("No such container")

@@ -117,6 +117,25 @@ async def test_an_environment_that_never_returns_is_lost_and_the_others_go_on(ca
     assert f"did not come back from {call} in" in lost.error
 
 
+async def test_waiting_for_a_slot_is_no_slow_reset() -> None:
+    class Queued(FakeEnvironment):
+        admission_s = 2.0
+
+        async def reset(self, task_id: str, *, seed: int | None = None, episode_id: str | None = None) -> Observation:
+            await asyncio.sleep(0.4)
+            return Observation(instruction="do it", info={"admission_s": 0.38})
+
+    class Environments:
+        def create(self) -> Environment:
+            return Queued()
+
+    running = scheduler(Bounds(reset_s=0.2, grace_s=0.1))
+    running._environments = Environments()
+    (episode,) = await running.run(attempts("a"), limits=LIMITS, temperature=1.0)
+    assert episode.reward == 1.0
+    assert episode.timings["admission_s"] == 0.38 and episode.timings["reset_s"] < 0.2
+
+
 async def test_an_environment_that_never_closes_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("termrl.rollout.bounded._CLOSE_S", 0.1)
     episodes = await scheduler(Bounds()).run(attempts("hangs-in-close", "b"), limits=LIMITS, temperature=1.0)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from termrl.agent.episode import run_episode
 from termrl.agent.prompts import opening
 from termrl.agent.types import Episode, Limits, Policy
+from termrl.environment.protocol import Environment
+from termrl.environment.remote import RemoteEnvironmentFactory
+from termrl.environment.remote_config import RemoteSettings
 from termrl.environment.terminal import TerminalEnvironment
 from termrl.errors import PolicyError
 from termrl.sandboxes import open_provider
 from termrl.sandboxes.base import Sandbox, SandboxProvider
 from termrl.verifier.causes import CAUSES, END_REASONS, Cause, EndReason, Rule
 from tests.agent.fakes import ScriptedPolicy, reply
+from tests.docker import need_docker
 from tests.verifier.tiny import SECRET, tiny_task
 
 SOLVED = f"```bash\necho {SECRET} > answer.txt\n```"
@@ -59,8 +66,10 @@ class World:
 
         provider.create = watched  # type: ignore[method-assign]
 
-    async def attempt(self, policy: Policy, task: str = "tiny", **limits: Any) -> Episode:
-        environment = TerminalEnvironment(self.tasks, self.provider)
+    async def attempt(
+        self, policy: Policy, task: str = "tiny", environment: Environment | None = None, **limits: Any
+    ) -> Episode:
+        environment = environment or TerminalEnvironment(self.tasks, self.provider)
         try:
             return await run_episode(
                 environment,
@@ -104,12 +113,34 @@ async def start_no_sandbox(world: World) -> Episode:
     return await world.attempt(ScriptedPolicy(DONE))
 
 
+async def find_no_slot(world: World) -> Episode:
+    async def full(connection: ServerConnection) -> None:
+        full = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
+        await connection.send(json.dumps({"type": "error", "data": full}))
+
+    async with serve(full, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        factory = RemoteEnvironmentFactory(url, settings=RemoteSettings(capacity_wait_s=0.1))
+        return await world.attempt(ScriptedPolicy(DONE), environment=factory.create())
+
+
+async def find_no_image(world: World) -> Episode:
+    need_docker()
+    async with open_provider("docker", images={"pull_attempts": 1}) as provider:
+        tiny = world.tasks["tiny"]
+        spec = replace(tiny.sandbox, image="127.0.0.1:9/none:1", host_userland=False)
+        tasks = {"tiny": replace(tiny, sandbox=spec)}
+        return await world.attempt(ScriptedPolicy(DONE), environment=TerminalEnvironment(tasks, provider))
+
+
 Run = Callable[[World], Awaitable[Episode]]
 
 BY_CAUSE: dict[Cause, Run] = {
     Cause.SANDBOX_START: start_no_sandbox,
     Cause.SANDBOX_LOST: lose_the_sandbox,
     Cause.ENVIRONMENT_LOST: break_the_environment,
+    Cause.CAPACITY: find_no_slot,
+    Cause.IMAGE_UNAVAILABLE: find_no_image,
     Cause.ENGINE_ERROR: lambda w: w.attempt(ScriptedPolicy(PolicyError("the endpoint refused the connection"))),
     Cause.BOOTSTRAP_FAILED: lambda w: w.attempt(ScriptedPolicy(DONE), "fetch"),
     Cause.VERIFIER_CRASH: lambda w: w.attempt(ScriptedPolicy(DONE), "crash"),
@@ -135,10 +166,9 @@ BY_END_REASON: dict[EndReason, Run] = {
 }
 
 
-def test_every_row_is_made_to_happen_or_names_the_part_that_it_waits_for() -> None:
-    assert set(CAUSES) == set(Cause) and set(END_REASONS) == set(EndReason)
-    assert set(BY_CAUSE) == {cause for cause, row in CAUSES.items() if not row.needs}
-    assert set(BY_END_REASON) == set(EndReason)
+def test_every_row_is_made_to_happen() -> None:
+    assert set(CAUSES) == set(BY_CAUSE) == set(Cause)
+    assert set(END_REASONS) == set(BY_END_REASON) == set(EndReason)
 
 
 @pytest.mark.parametrize("cause", BY_CAUSE)

@@ -178,6 +178,8 @@ class Connection:
             close = error.rcvd or error.sent
             said = f" ({close.code}{f' {close.reason}' if close.reason else ''})" if close else ""
             self._lose(EnvironmentLostError(_CLOSED + said))
+        except Exception as error:
+            self._lose(EnvironmentLostError(f"the connection to the environment server failed: {error}"))
 
     def _unasked(self, frame: str | bytes) -> EnvironmentLostError | CapacityError:
         """What a frame outside any call means: before the first call a server says so that it takes no session."""

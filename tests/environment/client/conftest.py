@@ -85,6 +85,7 @@ timeout_sec = 20.0
 [environment]
 memory_mb = 256
 storage_mb = 64
+network_mode = "no-network"
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
-from websockets.frames import OP_PONG
+from websockets.frames import Opcode
 
 from termrl.environment.client import ClientOptions, EnvClient
 from termrl.environment.protocol import Action
@@ -99,7 +99,7 @@ async def test_garbage_is_a_protocol_error_and_the_end_of_the_connection(garbage
             await client.step(LS)
 
 
-@pytest.mark.parametrize("how", ["close", "abort", "half a frame"])
+@pytest.mark.parametrize("how", ["close", "abort", "half a frame", "a text that is none"])
 async def test_a_connection_that_ends_in_mid_step_is_lost(how: str) -> None:
     async def die(connection: ServerConnection) -> None:
         async for frame in connection:
@@ -112,6 +112,9 @@ async def test_a_connection_that_ends_in_mid_step_is_lost(how: str) -> None:
                 return
             if how == "half a frame":
                 connection.transport.write(b'\x81\x7e\x10\x00{"type": "obser')
+                await asyncio.sleep(0.05)
+            if how == "a text that is none":
+                connection.transport.write(b"\x81\x02\xff\xfe")
                 await asyncio.sleep(0.05)
             connection.transport.abort()
             return
@@ -214,7 +217,7 @@ async def test_capacity_in_mid_session_is_no_reason_to_connect_again() -> None:
 async def unponged(connection: ServerConnection) -> None:
     """A server that answers no ping, as behind a tunnel that drops them."""
     send = connection.protocol.send_frame
-    connection.protocol.send_frame = lambda frame: None if frame.opcode is OP_PONG else send(frame)  # type: ignore[method-assign]
+    connection.protocol.send_frame = lambda frame: None if frame.opcode is Opcode.PONG else send(frame)  # type: ignore[method-assign]
 
     async def slow(message: dict[str, Any]) -> str | None:
         if message["type"] == "step":

@@ -39,7 +39,8 @@ def write_task(folder: Path, name: str, *, test: str = CHECK, memory_mb: int = 1
         f'schema_version = "1.4"\n[task]\nname = "tiny/{name}"\n'
         '[metadata]\ntermrl_userland = "host"\nfamily = "tiny"\nlevel = 1\n'
         '[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
-        f"memory_mb = {memory_mb}\nstorage_mb = 32\n[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = {verifier_s}\n"
+        f"memory_mb = {memory_mb}\nstorage_mb = 32\n"
+        f"[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = {verifier_s}\n"
     )
     (task / "tests" / "test.sh").write_text(test)
     return task
@@ -78,7 +79,11 @@ class Server:
 
 @contextmanager
 def served(
-    tasks: Path, *flags: str, env: Mapping[str, str] | None = None, token: str | None = None, files: int | None = None
+    tasks: Path | None,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    token: str | None = None,
+    files: int | None = None,
 ) -> Iterator[Server]:
     """Serve ``tasks`` with a state folder of its own; ``files`` bounds the open files of the server."""
 
@@ -90,27 +95,28 @@ def served(
         state = Path(folder)
         state.chmod(0o755)
         process = start(tasks, *flags, env=env, state=state, preexec_fn=bound_files)
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("termrl serve: listening on "), line
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             yield Server(process, line.split()[-1], state, headers)
         finally:
-            assert process.stdin is not None
             process.terminate()
             try:
                 process.wait(60)
             finally:
                 process.kill()
-                process.communicate()
+                process.wait()
+                process.stdout.close()
 
 
-def start(tasks: Path, *flags: str, env: Mapping[str, str] | None = None, state: Path, **more: Any) -> Any:
-    """Start ``termrl serve`` on a free port."""
+def start(tasks: Path | None, *flags: str, env: Mapping[str, str] | None = None, state: Path, **more: Any) -> Any:
+    """Start ``termrl serve`` on a free port; without ``tasks`` its variables say what is served."""
+    folders = [] if tasks is None else [str(tasks)]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("TB2_", "TERMRL_"))}
     return subprocess.Popen(
-        [sys.executable, "-m", "termrl", "serve", str(tasks), "--port", "0", "--stop-with-parent", *flags],
+        [sys.executable, "-m", "termrl", "serve", *folders, "--port", "0", "--stop-with-parent", *flags],
         env={**variables, "PYTHONPATH": str(SOURCE), "TERMRL_STATE_DIR": str(state), **(env or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

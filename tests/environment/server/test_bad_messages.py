@@ -19,12 +19,24 @@ ANSWERS = {"observation", "state", "mcp", "error"}
 _leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 _json = st.recursive(_leaf, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
 _key = st.sampled_from(
-    ["action_type", "command", "session_id", "block", "wait_seconds", "file_path", "content", "metadata", "type", "self"]
+    [
+        "action_type",
+        "command",
+        "session_id",
+        "block",
+        "wait_seconds",
+        "file_path",
+        "content",
+        "metadata",
+        "type",
+        "self",
+    ]
 ) | st.text(max_size=8)
 _data = st.dictionaries(_key, _json | st.sampled_from(["exec", "view", "kill", "evaluate", "../x", "\0"]), max_size=5)
 _type = st.sampled_from(["reset", "step", "state", "mcp", "RESET", ""]) | _json
 _frame = st.fixed_dictionaries(
-    {}, optional={"type": _type, "data": _data | _json, "id": _json, "\ud800".encode("utf-8", "replace").decode(): _json}
+    {},
+    optional={"type": _type, "data": _data | _json, "id": _json, "\ud800".encode("utf-8", "replace").decode(): _json},
 )
 
 
@@ -85,7 +97,7 @@ def test_no_frame_ends_the_session_or_goes_unanswered(server: Server) -> None:
     context = wire(server)
     client = loop.run_until_complete(context.__aenter__())
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(frame=(_frame | _json).map(json.dumps) | st.text(max_size=60) | st.binary(max_size=60))
     def check(frame: str | bytes) -> None:
         try:
@@ -112,6 +124,24 @@ def _means(frame: str) -> Any:
     except ValueError:
         return None
     return value.get("type") if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"type": "x" * 3_000_000},
+        {"type": "step", "x": "y" * 3_000_000},
+        {"type": "step", "data": {"action_type": "y" * 3_000_000}},
+        {"type": "step", "data": {"y" * 3_000_000: 1}},
+        {"type": "step", "data": {str(number): number for number in range(50_000)}},
+        {"type": "reset", "data": {"task_id": "y" * 3_000_000}},
+    ],
+)
+async def test_an_error_is_short_however_long_the_message_was(server: Server, frame: dict[str, Any]) -> None:
+    async with wire(server) as client:
+        await client.socket.send(json.dumps(frame))
+        answer = await client.socket.recv()
+        assert len(answer) < 20_000 and json.loads(answer)["data"]["code"] in CODES
 
 
 async def test_odd_text_goes_through_unharmed(server: Server) -> None:

@@ -140,7 +140,12 @@ async def test_no_session_is_reached_by_an_id(server: Server) -> None:
         ]["result"]["session_id"]
         async with connect(f"{server.socket_url}?session_id={mine}") as other:
             assert "SESSION_ERROR" in str(await other.recv())
-        call: dict[str, Any] = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/close", "params": {"session_id": mine}}
+        call: dict[str, Any] = {
+            "jsonrpc": "2.0",
+            "id": 1,
+            "method": "openenv/session/close",
+            "params": {"session_id": mine},
+        }
         async with wire(server) as other_client:
             assert "error" in (await other_client.ask("mcp", call))["data"]
         assert await client.output("echo here") == "here\n"

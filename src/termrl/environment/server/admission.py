@@ -47,6 +47,8 @@ class Lease:
         Raises:
             CapacityError: it does not fit; what was held is still held.
         """
+        if memory_mb and not self._held:
+            raise CapacityError("the session has ended")
         admission = self._admission
         total = admission.memory_mb - self._memory_mb + memory_mb
         if memory_mb > self._memory_mb and total > admission.max_memory_mb:
@@ -60,6 +62,6 @@ class Lease:
     def release(self) -> None:
         """Give slot and memory back. Idempotent."""
         if self._held:
-            self._held = False
             self.need(0)
+            self._held = False
             self._admission.active -= 1

@@ -24,6 +24,8 @@ MAX_AHEAD = 64
 
 _ERROR = '{"type":"error"'
 _GOODBYE_S = 1.0
+_MAX_TEXT = 500
+_MAX_ERRORS = 20
 _TOO_LARGE = 413
 _LENGTH_REQUIRED = 411
 
@@ -164,6 +166,7 @@ class Connection:
         failure = self._session.failure if self._session is not None else None
         if data["code"] == "EXECUTION_ERROR" and failure is not None:
             self._explain(data, failure)
+        _shorten(data)
         self._gate.metrics.error(data["code"])
         await self._raw_send(_text(frame))
         if isinstance(failure, CapacityError):
@@ -177,6 +180,17 @@ class Connection:
             admission = self._session.admission
             data |= {"code": "CAPACITY_REACHED", "active_sessions": admission.active}
             data["max_sessions"] = admission.max_sessions
+
+
+def _shorten(data: dict[str, Any]) -> None:
+    """openenv's errors give back all that was sent, which may be more than the client takes."""
+    data["message"] = data["message"][:_MAX_TEXT]
+    if "errors" in data:
+        data["errors"] = data["errors"][:_MAX_ERRORS]
+    for problem in data.get("errors", ()):
+        if len(orjson.dumps(problem.get("input"))) > _MAX_TEXT:
+            problem["input"] = "…"
+        problem["loc"] = [part[:_MAX_TEXT] if isinstance(part, str) else part for part in problem["loc"]]
 
 
 def _size(message: Message) -> int:
