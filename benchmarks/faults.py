@@ -1,8 +1,8 @@
 """A training run with 20 % injected infrastructure faults, against the same run without them.
 
 Sandboxes that do not start, sandboxes killed in mid-episode, tests that crash. None of it may be rewarded, each must
-be counted under its cause, and the run must learn as it does without. The model is a tiny random one whose vocabulary
-holds whole commands; ``--bundled`` trains SmolLM2-135M on first-steps.
+be counted under its cause, also where the episode is played again, and the run must learn as it does without. The
+model is a tiny random one whose vocabulary holds whole commands; ``--bundled`` trains SmolLM2-135M on first-steps.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
         episodes = list(read_jsonl(folder / "hurt" / "episodes.jsonl"))
     injected = Counter({str(cause): count for cause, count in made[0].injected.items()})
     counted = Counter(episode["cause"] for episode in episodes if episode["reward"] is None)
+    counted.update(loss["cause"] for episode in episodes for loss in episode["info"].get("lost", ()))
     total = injected.total()
     miscounted = sum(abs(injected[cause] - counted[cause]) for cause in {*injected, *counted})
     rewarded = sum(

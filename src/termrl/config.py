@@ -9,10 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from termrl.agent.types import Limits
+from termrl.environment.address import Address
+from termrl.environment.remote_config import RemoteSettings
+from termrl.errors import ConfigError
 from termrl.rollout.bounded import Bounds
+from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.training.config import TrainingConfig
 from termrl.verifier.attribution import MissingVerdict
 from termrl.verifier.rules import DEFAULT_RECHECK_ON, VerifyRules
@@ -66,7 +70,16 @@ class TasksConfig(Section):
     skip_broken: bool = Field(
         default=False, description="leave broken task folders out instead of refusing the whole set"
     )
+    validation: tuple[Path, ...] = Field(
+        default=(),
+        description="reports of termrl validate: every task, held-out ones too, must be sound by one of them",
+    )
+    allow_unsound: bool = Field(default=False, description="take tasks that the reports do not call sound, too")
     curriculum: CurriculumConfig = CurriculumConfig()
+
+    def reports(self) -> tuple[Path, ...]:
+        """The reports that tasks are held against."""
+        return () if self.allow_unsound else self.validation
 
 
 class EvaluationConfig(Section):
@@ -89,6 +102,37 @@ class SandboxConfig(Section):
 
     backend: str = Field(default="bubblewrap", description="which sandbox provider")
     settings: dict[str, Any] = Field(default={}, description="settings of that provider, passed on as they are")
+
+    def provider_settings(self, images: ImageSettings) -> dict[str, Any]:
+        """What :func:`termrl.sandboxes.open_provider` is given for ``backend``."""
+        return {**({"images": images} if self.backend == "docker" else {}), **self.settings}
+
+
+class EnvironmentConfig(RemoteSettings):
+    """Where environments are: in this process, or behind an OpenEnv server (docs/openenv.md)."""
+
+    url: str | None = Field(
+        default=None, description="OpenEnv server that runs the environments; also --env-url; none: see serve"
+    )
+    serve: bool = Field(
+        default=False,
+        description="without a url: start `termrl serve` for this run, which ends with it; false: no server",
+    )
+
+    @property
+    def remote(self) -> bool:
+        """Whether environments are behind a server."""
+        return self.serve or self.url is not None
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                Address.of(url)
+            except ConfigError as error:
+                raise ValueError(error.message) from None
+        return url
 
 
 class EpisodeConfig(Section):
@@ -178,6 +222,9 @@ class RolloutConfig(Section):
         "join the running batch as they come, nothing waits for a slow command",
     )
     concurrency: int = Field(default=64, ge=1, description="episodes, hence sandboxes, alive at once")
+    retries: int = Field(
+        default=1, ge=0, le=10, description="times an episode that lost its environment is played again, from its start"
+    )
 
 
 class CheckpointConfig(Section):
@@ -231,6 +278,8 @@ class TrainConfig(Section):
     tasks: TasksConfig = TasksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    images: ImageSettings = ImageSettings()
     episode: EpisodeConfig = EpisodeConfig()
     verify: VerifyConfig = VerifyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -239,6 +288,10 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     track: TrackConfig = TrackConfig()
+
+    def sandbox_settings(self) -> dict[str, Any]:
+        """What :func:`termrl.sandboxes.open_provider` is given for ``sandbox.backend``."""
+        return self.sandbox.provider_settings(self.images)
 
     def bounds(self) -> Bounds:
         """How long a rollout or an evaluation waits for environments and engine."""
@@ -250,6 +303,8 @@ class TrainConfig(Section):
             raise ValueError("evaluation.dir is required with tasks.dir: held-out tasks cannot be generated for it")
         if self.evaluation.dir is not None and self.tasks.dir is None:
             raise ValueError("evaluation.dir needs tasks.dir: the bundled suite brings its own held-out tasks")
+        if self.environment.url is not None and self.verify != VerifyConfig():
+            raise ValueError("verify.*: with environment.url verdicts are the server's: give it these settings there")
         both = set(self.tasks.families) & set(self.evaluation.untrained_families)
         if both:
             raise ValueError(

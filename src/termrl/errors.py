@@ -70,6 +70,10 @@ class ImageError(SandboxStartError):
     cause = "image_unavailable"
 
 
+class RateLimitError(ImageError):
+    """The registry that holds an image answered that it gets too many requests."""
+
+
 class SandboxLostError(SandboxError):
     """A running sandbox died or stopped answering."""
 

@@ -68,7 +68,8 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 def shaken(world: Path) -> tuple[Path, dict[str, Any], FaultyProvider]:
     """Groups of 8 at temperature 0.6, with a fault in one sandbox of twenty: by this seed one of each kind."""
     made: list[FaultyProvider] = []
-    summary = run_here(world, world / "shaken", faulty(0.05, 230, made), sampling__temperature=0.6, rollout__groups=3)
+    overrides = {"sampling.temperature": 0.6, "rollout.groups": 3, "rollout.retries": 0}
+    summary = run_here(world, world / "shaken", faulty(0.05, 230, made), **overrides)
     return world / "shaken", summary, made[0]
 
 

@@ -325,13 +325,21 @@ def test_injected_faults_are_counted_by_cause_and_never_rewarded(world: Path) ->
         episodes = list(store.episodes())
     injected = {str(cause): count for cause, count in made[0].injected.items()}
     assert injected.keys() == {"sandbox_start", "sandbox_lost", "verifier_crash"}
-    assert Counter(e["cause"] for e in episodes if e["reward"] is None) == injected
-    assert not any(e["trained"] or e["advantage"] for e in episodes if e["cause"] in injected)
+    lost = Counter(e["cause"] for e in episodes if e["reward"] is None)
+    again = Counter(loss["cause"] for e in episodes for loss in e["info"].get("lost", ()))
+    assert lost + again == injected
+    assert again.keys() == {"sandbox_start", "sandbox_lost"}, "those were played again"
+    assert all(e["attempts"] == 1 + len(e["info"].get("lost", ())) <= 2 for e in episodes)
+    trained_again = Counter(
+        loss["cause"] for e in episodes if e["phase"] == "train" for loss in e["info"].get("lost", ())
+    )
+    assert Counter(summary["retried"]) == trained_again
+    assert not any(e["trained"] or e["advantage"] for e in episodes if e["reward"] is None)
     assert summary["episodes"] == 32
     dropped = Counter(summary["dropped"])
     for part in summary["eval_dropped"].values():
         dropped.update(part)
-    assert dropped == injected
+    assert dropped == lost
     assert summary["tokens_trained"] == summary["tokens_captured"] - summary["tokens_masked"]
 
 

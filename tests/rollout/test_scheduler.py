@@ -24,6 +24,7 @@ class World:
         self.entered: list[int] = []
         self.inside: set[int] = set()
         self.seen_at_first_turn: list[frozenset[int]] = []
+        self.closing_s: list[float] = []
 
     # the gate
     def enter(self, order: int) -> None:
@@ -57,6 +58,7 @@ class FakeEnvironment(Environment):
         world.environments += 1
         world.most_environments = max(world.most_environments, world.environments)
         self.open = True
+        self.closing_s = world.closing_s.pop(0) if world.closing_s else 0.01
 
     async def reset(self, task_id: str, *, seed: int | None = None, episode_id: str | None = None) -> Observation:
         if task_id == "no-sandbox":
@@ -75,7 +77,7 @@ class FakeEnvironment(Environment):
         return State()
 
     async def close(self) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.closing_s)
         if self.open:
             self.open = False
             self.world.environments -= 1
@@ -188,6 +190,16 @@ async def test_a_failed_episode_has_no_reward_and_does_not_disturb_the_others(
     assert episodes[1].verdict is not None
     assert episodes[1].verdict.cause is cause
     assert (world.environments, world.sessions, world.inside) == (0, 0, set())
+
+
+async def test_an_episode_that_is_cancelled_while_it_closes_is_waited_for() -> None:
+    world = World()
+    world.closing_s = [0.02, 0.3]
+    with pytest.raises(TaskError):
+        await scheduler(world, gate=False).run(
+            attempts(2, {0: "unknown", 1: "unknown"}), limits=LIMITS, temperature=1.0
+        )
+    assert world.environments == 0
 
 
 async def test_a_task_that_can_never_run_ends_the_whole_call_and_closes_everything() -> None:

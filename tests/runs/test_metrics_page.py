@@ -29,6 +29,7 @@ def recorded() -> set[str]:
 
     ok = Episode("t", 0, reward=1.0, end_reason=EndReason.TASK_COMPLETE)
     lost = Episode("t", 0, end_reason=EndReason.ENVIRONMENT_ERROR, verdict=Verdict.missing(Cause.SANDBOX_LOST))
+    ok.info["lost"] = [{"cause": "environment_lost"}]
     groups = [Group(0, "t", "f", (ok, lost))]
     update = UpdateMetrics()
     names = {
@@ -39,7 +40,7 @@ def recorded() -> set[str]:
         **perf_metrics(Timings(1, 1, 1, 1), episodes=1, tokens=1),
         **eval_metrics(EvalScores({"a": FamilyScore(1, 1), "b": FamilyScore(1, 1)}, frozenset("b"))),
     }
-    ends = {"episodes_dropped": "cause", "end_reason": "reason", "family": "family"}
+    ends = {"episodes_dropped": "cause", "episodes_retried": "cause", "end_reason": "reason", "family": "family"}
     return {re.sub(rf"/({'|'.join(ends)})/.*", lambda m: f"/{m[1]}/<{ends[m[1]]}>", name) for name in names}
 
 

@@ -97,11 +97,11 @@ def test_the_sweep_verb_says_what_it_removed(state: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("1 dead owners: removed 0 processes, 1 folders, 0 cgroups")
 
 
-@pytest.mark.parametrize("name", ["docker", "local", "bublewrap"])
+@pytest.mark.parametrize("name", ["local", "bublewrap"])
 def test_a_backend_that_is_not_there_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"sandbox: {name}") as caught:
         open_provider(name)
-    assert caught.value.hint == 'use sandbox = "bubblewrap"'
+    assert caught.value.hint == "there are: bubblewrap, docker"
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
@@ -150,5 +150,5 @@ def test_an_unknown_check_or_backend_is_refused_by_name(state: Path) -> None:
     assert caught.value.hint == "did you mean idle-processes?"
     with pytest.raises(ConfigError, match="sandbox: bublewrap"):
         doctor(sandbox="bublewrap", state=state)
-    with pytest.raises(ConfigError, match="only with --sandbox"):
+    with pytest.raises(ConfigError, match="only where the conformance suite is run"):
         doctor(check=["stdin"], state=state)

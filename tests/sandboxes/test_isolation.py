@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from termrl.errors import TaskError
-from termrl.sandboxes.base import Sandbox, SandboxSpec
+from termrl.sandboxes.base import Healthcheck, ImageBuild, Sandbox, SandboxSpec
 from termrl.sandboxes.bubblewrap import BubblewrapProvider
 
 
@@ -67,6 +67,10 @@ async def test_tests_is_empty_and_unchangeable_while_the_agent_acts(sandbox: San
     [
         (SandboxSpec("heavy", image="python:3.12"), "heavy: needs image python:3.12"),
         (SandboxSpec("bare"), "bare: needs an image of its own"),
+        (SandboxSpec("made", build=ImageBuild(Path("/x"))), "made: needs an image built from environment/Dockerfile"),
+        (SandboxSpec("user", host_userland=True, user="bob"), "user: agent.user bob"),
+        (SandboxSpec("tests", host_userland=True, verifier_user="7"), "tests: verifier.user 7"),
+        (SandboxSpec("ready", host_userland=True, healthcheck=Healthcheck("true")), "ready: environment.healthcheck"),
         (SandboxSpec("web", host_userland=True, network_mode="public"), "web: network_mode public"),
         (SandboxSpec("list", host_userland=True, network_mode="allowlist"), "list: network_mode allowlist"),
     ],

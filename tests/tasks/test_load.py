@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from termrl.errors import TaskError
+from termrl.sandboxes.base import Healthcheck, ImageBuild
 from termrl.tasks import digest, load_task
 from termrl.tasks.load import strip_canary
 from tests.tasks.helpers import MINIMAL, write_task
@@ -137,12 +138,47 @@ def test_a_50_kb_instruction_is_whole(tmp_path: Path) -> None:
     assert load_task(write_task(tmp_path / "x", instruction=text)).instruction == text
 
 
-def test_a_late_shebang_or_a_missing_run_bit_is_fine_but_crlf_warns(tmp_path: Path) -> None:
+def test_a_late_shebang_or_a_missing_run_bit_is_fine(tmp_path: Path) -> None:
     late = write_task(tmp_path / "a", test="\n# a note\n#!/bin/bash\necho 1\n")
     (late / "tests" / "test.sh").chmod(0o600)
     assert load_task(late).warnings == ()
-    (warning,) = load_task(write_task(tmp_path / "b", test=b"#!/bin/bash\r\necho 1\r\n")).warnings
-    assert "test.sh: has Windows line ends" in warning
+
+
+def test_a_test_script_with_windows_line_ends_is_refused_and_a_few_such_lines_warn(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"tests/test\.sh: has Windows line ends \(CRLF\)") as caught:
+        load_task(write_task(tmp_path / "a", test=b"#!/bin/bash\r\necho 1\r\n"))
+    assert caught.value.hint is not None and "sed -i 's/\\r$//'" in caught.value.hint
+    data = b"#!/bin/bash\ncat > x <<'E'\nsome\r\ndata\r\nE\necho 1 > /logs/verifier/reward.txt\n"
+    (warning,) = load_task(write_task(tmp_path / "b", test=data)).warnings
+    assert "test.sh: some lines have Windows line ends" in warning
+    (warning,) = load_task(write_task(tmp_path / "c", files={"solution/solve.sh": b"true\r\n"})).warnings
+    assert "solve.sh: has Windows line ends" in warning
+
+
+def test_what_docker_can_do_reaches_the_sandbox(tmp_path: Path) -> None:
+    toml = """
+    [environment]
+    build_timeout_sec = 33
+    network_mode = "allowlist"
+    allowed_hosts = ["pypi.org"]
+    [environment.healthcheck]
+    command = "test -e /ready"
+    interval_sec = 1
+    retries = 7
+    [agent]
+    user = "bob"
+    [verifier]
+    user = 1000
+    """
+    folder = write_task(tmp_path / "x", toml=toml, files={"environment/Dockerfile": "FROM debian\n"})
+    task = load_task(folder)
+    box = task.sandbox
+    assert box.build == ImageBuild(folder.resolve() / "environment", 33)
+    assert (box.image, box.user, box.verifier_user, task.verifier_user) == (None, "bob", "1000", "1000")
+    assert (box.network_mode, box.allowed_hosts) == ("allowlist", ("pypi.org",))
+    assert box.healthcheck == Healthcheck("test -e /ready", interval_s=1, retries=7)
+    pinned = load_task(write_task(tmp_path / "y", toml=IMAGE, files={"environment/Dockerfile": "FROM debian\n"}))
+    assert (pinned.sandbox.image, pinned.sandbox.build) == ("debian:12", None)
 
 
 def test_a_syntax_error_in_the_tests_is_a_warning_with_file_and_line(tmp_path: Path) -> None:
@@ -200,11 +236,11 @@ def test_host_userland_and_a_dockerfile_exclude_each_other(tmp_path: Path) -> No
         load_task(write_task(tmp_path / "x", files={"environment/Dockerfile": "FROM debian"}))
 
 
-def test_with_a_dockerfile_its_workdir_counts_and_files_are_not_uploaded(tmp_path: Path) -> None:
+def test_with_a_dockerfile_the_images_workdir_counts_and_files_are_not_uploaded(tmp_path: Path) -> None:
     dockerfile = "FROM debian\nWORKDIR /srv/data\nCOPY a.txt .\n"
     files = {"environment/Dockerfile": dockerfile, "environment/a.txt": "a"}
     task = load_task(write_task(tmp_path / "x", toml=IMAGE, files=files))
-    assert (task.sandbox.workdir, task.sandbox.files, task.warnings) == ("/srv/data", None, ())
+    assert (task.sandbox.workdir, task.sandbox.files, task.warnings) == (None, None, ())
     task = load_task(write_task(tmp_path / "y", toml=IMAGE + 'workdir = "/w"', files=files))
     assert task.sandbox.workdir == "/w"
 

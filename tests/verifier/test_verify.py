@@ -134,7 +134,7 @@ async def test_the_tests_see_the_tasks_and_the_verifiers_variables_and_nothing_o
     monkeypatch.setenv("TERMRL_TEST_SECRET", "must-not-leak")
     task = tiny_task(
         tmp_path,
-        test="env; echo 1 > /logs/verifier/reward.txt",
+        test="env; echo LENGTH=${#TOKEN}; echo 1 > /logs/verifier/reward.txt",
         spec={"env": {"OF_THE_IMAGE": "yes", "PATH": "/app/bin:relative::/usr/bin:/bin"}},
         verifier_env={"TOKEN": "${TERMRL_TEST_TOKEN}", "LITERAL": "a ${B} c"},
     )
@@ -142,7 +142,8 @@ async def test_the_tests_see_the_tasks_and_the_verifiers_variables_and_nothing_o
         await run(sandbox, "export PLANTED=1; echo export PLANTED=1 | tee ~/.bashrc ~/.profile ~/.bash_profile")
         env = dict(line.split("=", 1) for line in (await verify(sandbox, task)).output_tail.splitlines() if "=" in line)
     assert env["OF_THE_IMAGE"] == "yes"
-    assert env["TOKEN"] == "from-the-host" and env["LITERAL"] == "a ${B} c"
+    assert env["TOKEN"] == "[redacted TERMRL_TEST_TOKEN]" and env["LENGTH"] == str(len("from-the-host"))
+    assert env["LITERAL"] == "a ${B} c"
     assert env["PATH"] == "/usr/bin:/bin:/app/bin"
     assert "PLANTED" not in env and "must-not-leak" not in env.values()
 

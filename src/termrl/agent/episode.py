@@ -261,6 +261,8 @@ class _Attempt:
         action = Action(action_type="evaluate", wait_seconds=self._limits.verify_timeout_s)
         try:
             return verdict_of(await self._environment.step(action))
+        except (TaskError, ConfigError):
+            raise
         except Exception as error:
             self.episode.error = _line(error)
             return Verdict.missing(_cause(_cause_name(error), Cause.ENVIRONMENT_LOST), self.episode.error)

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ from termrl.errors import ConfigError
 from termrl.sandboxes import open_provider
 from termrl.sandboxes.base import RESOURCES
 from termrl.sandboxes.conformance import CHECKS, Check, Outcome, Subject, run_checks
+from termrl.sandboxes.conformance.check import small_spec
 
 _WORDS = {"holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]"}
 
 
-def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: bool) -> int:
+def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: bool, image: str | None = None) -> int:
     """Run the suite, or the checks named ``only``, and print how it went; 1 if any check fails.
+
+    Args:
+        image: what sandboxes are made from, for a backend that needs one.
 
     Raises:
         ConfigError: no such backend or check.
@@ -27,7 +32,7 @@ def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: b
     """
     checks = _chosen(only)
     settings = {} if state is None else {"state": str(state)}
-    outcomes, limits = asyncio.run(_run(backend, settings, checks, quiet=as_json))
+    outcomes, limits = asyncio.run(_run(backend, settings, checks, image, quiet=as_json))
     failed = [outcome for outcome in outcomes if outcome.state == "fails"]
     kept = {resource: _kept(resource, outcomes) for resource in RESOURCES}
     if as_json:
@@ -50,11 +55,12 @@ def _chosen(only: Sequence[str]) -> list[Check]:
 
 
 async def _run(
-    backend: str, settings: dict[str, Any], checks: Sequence[Check], *, quiet: bool
+    backend: str, settings: dict[str, Any], checks: Sequence[Check], image: str | None, *, quiet: bool
 ) -> tuple[list[Outcome], dict[str, str]]:
     outcomes = []
     async with open_provider(backend, **settings) as provider:
-        subject = Subject(provider, backend=backend, settings=settings)
+        spec = replace(small_spec(), host_userland=False, image=image) if image else small_spec()
+        subject = Subject(provider, spec, backend=backend, settings=settings)
         with _progress(len(checks), quiet=quiet) as say:
             async for outcome in run_checks(subject, checks):
                 outcomes.append(outcome)

@@ -90,13 +90,16 @@ class TrainDisplay:
             f"{metrics['perf/episodes_per_s']:.1f}",
             f"{metrics['perf/tokens_per_s']:.0f}",
             f"{metrics['perf/step_s']:.1f} s",
-            _clock(self._left()),
+            clock(self._left()),
         )
         self._print(_columns(values))
         dropped = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith("rollout/episodes_dropped/")}
         if dropped:
             causes = ", ".join(f"{count:.0f} {cause}" for cause, count in dropped.items())
             self._print(f"        dropped without a verdict: {causes}")
+        retried = sum(v for k, v in metrics.items() if k.startswith("rollout/episodes_retried/"))
+        if retried:
+            self._print(f"        lost their environment and were played again: {retried:.0f}")
 
     def evaluated(self, name: str, scores: EvalScores) -> None:
         """An evaluation is recorded."""
@@ -117,7 +120,7 @@ class TrainDisplay:
             self._console.print(family_table(summary))
         self._print(
             f"\n{summary['steps']} steps, {summary['episodes']} episodes, {summary['tokens_trained']} tokens trained, "
-            f"{_clock(summary['wall_s'])} min; logprob_diff {summary['logprob_diff']:.1e}, "
+            f"{clock(summary['wall_s'])} min; logprob_diff {summary['logprob_diff']:.1e}, "
             f"re-rendered turns {summary['re_rendered_turns']}"
         )
         if summary.get("stopped"):
@@ -143,8 +146,7 @@ class TrainDisplay:
         if self._phase == "rollout" or self._phase == "update":
             parts[0] += f" of step {self._step}/{self._steps}"
         if self._total:
-            filled = round(_BAR * self._done / self._total)
-            parts.append(f"{'━' * filled}{'╌' * (_BAR - filled)} {self._done}/{self._total} episodes")
+            parts.append(f"{progress_bar(self._done, self._total)} {self._done}/{self._total} episodes")
             if self._graded:
                 parts.append(f"pass rate {_rate(self._passed / self._graded)}")
             parts.append(f"{self._done / elapsed:.1f} episodes/s")
@@ -153,7 +155,7 @@ class TrainDisplay:
         parts.append(f"{elapsed:.0f} s")
         left = self._left()
         if left is not None:
-            parts.append(f"about {_clock(left)} left")
+            parts.append(f"about {clock(left)} left")
         return Text("  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
@@ -225,5 +227,12 @@ def _rate(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _clock(seconds: float | None) -> str:
+def progress_bar(done: int, total: int) -> str:
+    """How much of ``total`` is done, as a bar."""
+    filled = round(_BAR * done / total) if total else _BAR
+    return "━" * filled + "╌" * (_BAR - filled)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as minutes and seconds."""
     return "–" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

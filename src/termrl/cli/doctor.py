@@ -10,7 +10,7 @@ import importlib
 import json as json_module
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,11 +46,17 @@ class Check:
 
 @app.default
 def doctor(
-    *, json: bool = False, state: Path | None = None, sandbox: str | None = None, check: Sequence[str] = ()
+    *,
+    json: bool = False,
+    state: Path | None = None,
+    sandbox: str | None = None,
+    check: Sequence[str] = (),
+    image: str | None = None,
 ) -> int:
     """Check user namespaces, bubblewrap, a real sandbox, cgroups, memory, open files, disk and the model cache.
 
-    With --sandbox: run the conformance suite against that backend (about a minute) and say which limits hold.
+    With --sandbox: run the conformance suite against that backend (about a minute) and say which limits hold. With
+    --sandbox docker it is the daemon that is checked, and the suite is run where --image says from what.
     Exit code 1 if something that everything needs is missing, or if the backend fails a check.
 
     Parameters
@@ -63,22 +69,33 @@ def doctor(
         The backend to check, for example bubblewrap.
     check
         With --sandbox: only this check; can be given several times.
+    image
+        With --sandbox docker: the image that the suite's containers are made from; it needs bash and coreutils.
     """
-    if sandbox is not None:
+    if sandbox is not None and (sandbox != "docker" or image is not None):
         from termrl.cli.conformance import conform
 
-        return conform(sandbox, state=state, only=check, as_json=json)
+        return conform(sandbox, state=state, only=check, as_json=json, image=image)
     if check:
-        raise ConfigError("--check: only with --sandbox", hint="termrl doctor --sandbox bubblewrap --check NAME")
+        hint = "termrl doctor --sandbox bubblewrap --check NAME, or --sandbox docker --image NAME --check NAME"
+        raise ConfigError("--check: only where the conformance suite is run", hint=hint)
+    if sandbox == "docker":
+        from termrl.sandboxes.docker.doctor import checks as docker_checks
+
+        return _report((Check(**asdict(one)) for one in docker_checks(state)), as_json=json)
+    return _report(checks(state), as_json=json)
+
+
+def _report(all_checks: Iterable[Check], *, as_json: bool) -> int:
     found = []
-    for one in checks(state):
+    for one in all_checks:
         found.append(one)
-        if not json:
+        if not as_json:
             _show(one)
-    if json:
+    if as_json:
         print(json_module.dumps([asdict(one) for one in found], indent=2))
     failed = [one.name for one in found if one.must and not one.ok]
-    if failed and not json:
+    if failed and not as_json:
         print(f"\nmissing: {', '.join(failed)}")
     return 1 if failed else 0
 

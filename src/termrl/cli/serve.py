@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,7 @@ from termrl.cli.interrupts import Interrupts
 from termrl.environment.server.config import ALIASES, ServeConfig, check_tbench2_variables
 from termrl.settings import load_settings
 
+_THREADS = 8
 _Flag = Annotated[str | None, Parameter(negative="")]
 
 
@@ -93,6 +96,7 @@ def _run(config: ServeConfig, *, stop_with_parent: bool) -> int:
         environ = dict(os.environ)
         # no sandbox, and no task that asks for a variable of the host, ever sees it
         os.environ.pop("TERMRL_TOKEN", None)
+        await _all_threads_at_once()
         async with serving(config, environ) as server:
             for name, why in server.left_out.items():
                 _say(f"left out {name}: {why}")
@@ -113,6 +117,15 @@ def _run(config: ServeConfig, *, stop_with_parent: bool) -> int:
                 raise
             _say("ended")
     return 0
+
+
+async def _all_threads_at_once() -> None:
+    """Start every thread that the server will ever have, so that a growing number always is a leak."""
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="termrl-serve")
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(pool)
+    barrier = threading.Barrier(_THREADS)
+    await asyncio.gather(*(loop.run_in_executor(pool, barrier.wait) for _ in range(_THREADS)))
 
 
 async def _stdin_closed() -> None:

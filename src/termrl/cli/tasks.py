@@ -1,16 +1,22 @@
-"""``termrl tasks``: write the bundled suite, list and show task folders."""
+"""``termrl tasks``: fetch tasks or write the bundled suite; list, show and lock task folders."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from termrl.tasks import Task
 
-app = App(name="tasks", help="Write the bundled tasks; list and show task folders.")
+app = App(name="tasks", help="Fetch tasks or write the bundled ones; list, show and lock task folders.")
+
+_Several = Annotated[list[str] | None, Parameter(negative="")]
+_Flag = Annotated[bool, Parameter(negative="")]
 
 
 @app.command
@@ -19,8 +25,8 @@ def generate(
     /,
     *,
     split: Literal["train", "eval"] = "train",
-    families: Annotated[list[str] | None, Parameter(negative="")] = None,
-    levels: Annotated[list[str] | None, Parameter(negative="")] = None,
+    families: _Several = None,
+    levels: _Several = None,
     per_family: int = 8,
     seed: int = 0,
 ) -> None:
@@ -58,8 +64,107 @@ def generate(
     Console().print(f"{len(written)} tasks in {directory}", highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command
+def fetch(
+    source: str,
+    /,
+    *,
+    into: Path,
+    include: _Several = None,
+    exclude: _Several = None,
+    difficulty: _Several = None,
+    image: _Several = None,
+    network: _Several = None,
+    below: str = "",
+    force: _Flag = False,
+    submodules: _Flag = False,
+    timeout: float = 1800.0,
+) -> None:
+    """Bring tasks from a git repository or a folder, with a lock of their digests. Filters take commas or repeats.
+
+    Parameters
+    ----------
+    source
+        terminal-bench-2, a git URL or a folder; with @COMMIT, @BRANCH or @TAG for that version of it.
+    into
+        Where to; a new or empty folder.
+    include
+        Only tasks whose name matches one of these globs.
+    exclude
+        No tasks whose name matches one of these globs.
+    difficulty
+        Only tasks of these difficulties, such as easy,medium.
+    image
+        Only tasks whose docker_image matches one of these globs.
+    network
+        Only tasks that need this of the network: public, no-network or allowlist.
+    below
+        Look only in this folder of the source.
+    force
+        Replace the tasks that were fetched there before.
+    submodules
+        Bring the repository's submodules too.
+    timeout
+        Seconds for git.
+    """
+    from rich.console import Console
+
+    from termrl.tasks.fetch import Filters, parse_source
+    from termrl.tasks.fetch import fetch as bring
+
+    wanted = {"include": include, "exclude": exclude, "difficulty": difficulty, "image": image, "network": network}
+    filters = Filters(**{name: tuple(_parts(given) or ()) for name, given in wanted.items()})
+    _check_modes(filters.network)
+    console, errors = Console(), Console(stderr=True)
+    with errors.status("") as status:
+        fetched = bring(
+            parse_source(source),
+            into,
+            filters=filters,
+            below=below,
+            force=force,
+            submodules=submodules,
+            timeout_s=timeout,
+            say=status.update,
+        )
+    _warn(console, "left out", fetched.refused.values())
+    for lines in fetched.tasks.warnings.values():
+        _warn(console, "warning", lines)
+    version = f" at {fetched.lock.commit}" if fetched.lock.commit else ""
+    rest = f"; the filters left out {fetched.unwanted}" if fetched.unwanted else ""
+    broken = f"; {len(fetched.refused)} are not usable" if fetched.refused else ""
+    line = f"{len(fetched.tasks)} tasks of {fetched.lock.source}{version} in {into}{rest}{broken}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command
+def lock(directory: Path, /) -> None:
+    """Write the digests of a folder's tasks into its lock, so that a task that changes later is refused.
+
+    Parameters
+    ----------
+    directory
+        A folder of Harbor tasks.
+    """
+    from rich.console import Console
+
+    from termrl.tasks import TaskSet
+    from termrl.tasks.lock import Lock, read_lock, write_lock
+
+    found = {task.id: task.digest for task in TaskSet.load(directory, locked=False).values()}
+    before = read_lock(directory) or Lock()
+    kept = all(before.tasks.get(name) == digest for name, digest in found.items())
+    # what was changed or added is not what that version of the source holds
+    after = Lock(found, before.source, before.commit) if kept else Lock(found)
+    write_lock(directory, after)
+    changed = sum(name in before.tasks and before.tasks[name] != digest for name, digest in found.items())
+    new, gone = len(found.keys() - before.tasks.keys()), len(before.tasks.keys() - found.keys())
+    line = f"{len(found)} tasks locked in {directory}: {new} new, {changed} changed, {gone} gone"
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command(name="list")
-def list_tasks(directory: Path, /, *, skip_broken: Annotated[bool, Parameter(negative="")] = False) -> None:
+def list_tasks(directory: Path, /, *, skip_broken: _Flag = False) -> None:
     """List the tasks of a folder, and say what is odd or broken about them.
 
     Parameters
@@ -87,10 +192,8 @@ def list_tasks(directory: Path, /, *, skip_broken: Annotated[bool, Parameter(neg
     console.print(table)
     console.print(f"\n{len(tasks)} tasks, {len(tasks.families)} families", highlight=False)
     for lines in tasks.warnings.values():
-        for line in lines:
-            console.print(f"[yellow]warning[/] {escape(line)}", highlight=False, soft_wrap=True)
-    for message in tasks.broken.values():
-        console.print(f"[red]broken[/] {escape(message)}", highlight=False, soft_wrap=True)
+        _warn(console, "warning", lines)
+    _warn(console, "broken", tasks.broken.values())
 
 
 @app.command
@@ -108,7 +211,7 @@ def show(directory: Path, task_id: str, /) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from termrl.tasks import TaskSet, digest
+    from termrl.tasks import TaskSet
     from termrl.tasks.folder import entries
 
     task = TaskSet.load(directory, skip_broken=True).only([task_id])[task_id]
@@ -129,15 +232,30 @@ def show(directory: Path, task_id: str, /) -> None:
         "tests use the network": "yes" if task.tests_use_network else "no",
         "solution": "yes" if task.solution else "no",
         "files": "\n".join(name for name, path in entries(task.path) if not path.is_dir()),
-        "digest": digest(task.path),
+        "digest": task.digest,
     }
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, escape(value))
     console.print(table, highlight=False)
-    for line in task.warnings:
-        console.print(f"[yellow]warning[/] {escape(line)}", highlight=False, soft_wrap=True)
+    _warn(console, "warning", task.warnings)
+
+
+def _warn(console: Console, word: str, lines: Iterable[str]) -> None:
+    from rich.markup import escape
+
+    style = "yellow" if word == "warning" else "red"
+    for line in lines:
+        console.print(f"[{style}]{word}[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _check_modes(modes: Iterable[str]) -> None:
+    from termrl.errors import TaskError
+    from termrl.sandboxes.base import NETWORK_MODES
+
+    if unknown := [mode for mode in modes if mode not in NETWORK_MODES]:
+        raise TaskError(f"--network {','.join(unknown)}: there are {', '.join(NETWORK_MODES)}")
 
 
 def _parts(given: list[str] | None) -> list[str] | None:

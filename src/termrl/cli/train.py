@@ -29,6 +29,7 @@ SHORT_FORMS = {
     "--model": "--model.path",
     "--tasks": "--tasks.dir",
     "--skip-broken": "--tasks.skip-broken",
+    "--env-url": "--environment.url",
 }
 
 
@@ -44,7 +45,7 @@ def train(
 
     Settings come from defaults, then TOML files, then TERMRL_SECTION__KEY variables, then --section.key VALUE.
     The most used: --run-dir DIR, --seed N, --steps N, --model NAME, --tasks DIR, --skip-broken, --sandbox NAME,
-    --training.lr X, --rollout.groups N.
+    --env-url URL (an OpenEnv server for the environments), --training.lr X, --rollout.groups N.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def _figures(config: TrainConfig) -> Iterator[Sequence[Watcher]]:
 def _prepare(config: TrainConfig) -> tuple[Path, Any]:
     from termrl.training.local import prepare
 
-    return prepare(config)
+    return prepare(config, _warn)
 
 
 def _run(console: Console, config: TrainConfig, store: RunStore, watchers: Sequence[Watcher], **parts: Any) -> int:

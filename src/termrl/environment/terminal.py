@@ -92,12 +92,14 @@ class TerminalEnvironment(Environment):
         """Start ``task_id`` in a fresh sandbox; whatever went before is gone, also when this fails.
 
         Raises:
-            TaskError: no such task, the provider refuses it, or it needs a host variable that is not set.
+            TaskError: no such task, it changed on disk since it was loaded, the provider refuses it, or it needs a host
+                variable that is not set.
             SandboxStartError: the machine could not start the sandbox.
         """
         await self._release(_RESET_FAILED)
         self._task, self._done, self._state = None, False, State()
         task = self._find(task_id)
+        task.check_unchanged()
         verifier_variables(task)
         self._sandbox = await self._provider.create(task.resolved_sandbox())
         self._sessions = Sessions(self._sandbox, output_limit=self._output_limit)
@@ -123,6 +125,7 @@ class TerminalEnvironment(Environment):
 
         Raises:
             SandboxError: the sandbox was lost (not from ``evaluate``, which gives a missing verdict then).
+            TaskError: from ``evaluate``: the task changed on disk since it was loaded.
         """
         self._state.step_count += 1
         self._state.last_action_type = action.action_type
@@ -213,6 +216,7 @@ class TerminalEnvironment(Environment):
         async def clean_room() -> Verdict:
             return await verify_in_clean_room(sandbox, task, fresh=another, timeout_s=action.wait_seconds)
 
+        task.check_unchanged()
         mode: MissingVerdict = "drop" if task.tests_use_network else self._rules.missing_verdict
         verdict = await attribute(await verify_here(), again=verify_here, fresh=verify_untouched, mode=mode)
         verdict = await apply_rules(verdict, self._rules, clean_room=clean_room)

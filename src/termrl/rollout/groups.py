@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,6 +46,7 @@ class Batch:
         trained: which those are, as (group, sample).
         advantages: of every episode, by (group, sample); ``None`` where there is no verdict.
         dropped: episodes without a verdict, by cause.
+        said: for each of those causes, what one of its episodes was told.
         dead: groups left out, by reason.
         masked: sampled tokens left out of the loss, by reason.
     """
@@ -54,6 +55,7 @@ class Batch:
     trained: set[tuple[int, int]] = field(default_factory=set)
     advantages: dict[tuple[int, int], float | None] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
+    said: dict[str, str] = field(default_factory=dict)
     dead: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
 
@@ -86,7 +88,9 @@ def build_batch(
             tokens = sampled_tokens(episode)
             truncated = episode.end_reason in TRUNCATED
             if advantage is None:
-                batch.dropped[cause_of(episode)] += 1
+                cause = cause_of(episode)
+                batch.dropped[cause] += 1
+                batch.said[cause] = episode.verdict.detail if episode.verdict is not None else ""
                 batch.masked["no_verdict"] += tokens
             elif dead is not None:
                 batch.masked[dead] += tokens
@@ -103,6 +107,11 @@ def cause_of(episode: Episode) -> str:
     if episode.verdict is not None and episode.verdict.cause is not None:
         return str(episode.verdict.cause)
     return UNKNOWN_CAUSE
+
+
+def lost_attempts(episodes: Iterable[Episode]) -> Counter[str]:
+    """How many attempts lost their environment and were played again, by cause."""
+    return Counter(str(loss["cause"]) for episode in episodes for loss in episode.info.get("lost", ()))
 
 
 def sampled_tokens(episode: Episode) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from termrl.capture.segments import Segment
 from termrl.environment.protocol import Environment
 from termrl.errors import ConfigError, HungError, SandboxError, TaskError, TermrlError
 from termrl.rollout.bounded import BoundedEnvironment, Bounds, Pulse, WatchedPolicy, within
+from termrl.rollout.groups import cause_of, sampled_tokens
+from termrl.verifier.causes import REPLAYED_CAUSES
 from termrl.verifier.verdict import Cause, EndReason, Verdict
 
 _SETTLE_S = 60.0
@@ -89,6 +91,9 @@ class Scheduler:
         concurrency: episodes alive at once. In lock-step the attempts run in waves of this size, so that which
             turns share a batch does not depend on timing.
         bounds: how long anything may be waited for.
+        retries: how often an episode that lost its environment is played again, whole, in a new policy session and
+            with the same seed. In lock-step the others wait for it as they do for a slow command.
+        recover: awaited before such a retry; returns once environments can be had again, or gives up in bounded time.
     """
 
     def __init__(
@@ -100,6 +105,8 @@ class Scheduler:
         opening: Opening,
         concurrency: int,
         bounds: Bounds | None = None,
+        retries: int = 0,
+        recover: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._environments = environments
         self._sessions = sessions
@@ -107,6 +114,8 @@ class Scheduler:
         self._opening = opening
         self._concurrency = concurrency
         self._bounds = bounds or Bounds()
+        self._retries = retries
+        self._recover = recover
 
     async def run(
         self,
@@ -119,7 +128,9 @@ class Scheduler:
         """Run all attempts; the episodes come back in the same order.
 
         An episode that the infrastructure failed has reward ``None`` and the cause; it does not disturb the
-        others. Cancelling this cancels every episode and returns when all of them have closed what they held.
+        others. ``info["attempts"]`` says how often an episode was played, ``info["lost"]`` what became of all
+        attempts but the last, whose ``timings`` and ``segments`` are the episode's. Cancelling this cancels every
+        episode and returns when all of them have closed what they held.
 
         Raises:
             TaskError, ConfigError: a task that the environment can never run; the other episodes are cancelled.
@@ -196,6 +207,22 @@ class Scheduler:
         return [task.result() for task in running]
 
     async def _episode(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float) -> Episode:
+        lost: list[dict[str, Any]] = []
+        while True:
+            last = len(lost) >= self._retries or pulse.cut is not None
+            episode = await self._once(attempt, pulse, limits, temperature, last=last)
+            if last or not _environment_lost(episode):
+                break
+            lost.append(_loss(episode))
+            if self._recover is not None:
+                await pulse.elsewhere(self._recover())
+        episode.info["attempts"] = len(lost) + 1
+        if lost:
+            episode.info["lost"] = lost
+        return episode
+
+    async def _once(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float, *, last: bool) -> Episode:
+        """One attempt in a policy session and an environment of its own, both closed after it."""
         try:
             async with (
                 self._sessions.open(attempt.order, temperature=temperature) as session,
@@ -211,7 +238,8 @@ class Scheduler:
                     limits=limits,
                     seed=attempt.seed,
                 )
-                if self._gate is not None:
+                # one that is played again stays in the gate: which batch its first turn joins is no matter of timing
+                if self._gate is not None and (last or not _environment_lost(episode)):
                     self._gate.leave(attempt.order)
                 episode.segments = tuple(session.segments())
                 episode.info["capture"] = session.counters()
@@ -227,7 +255,29 @@ async def _closing(environment: Environment) -> AsyncIterator[Environment]:
     try:
         yield environment
     finally:
-        await asyncio.shield(environment.close())
+        closing = asyncio.ensure_future(environment.close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            # an episode that is cancelled while it closes still holds its sandbox; the close is bounded by itself
+            await asyncio.wait({closing})
+            raise
+
+
+def _environment_lost(episode: Episode) -> bool:
+    """Whether the episode has no reward for a reason that another environment may not have."""
+    return episode.reward is None and episode.verdict is not None and episode.verdict.cause in REPLAYED_CAUSES
+
+
+def _loss(episode: Episode) -> dict[str, Any]:
+    """What is kept of an attempt that is played again."""
+    return {
+        "cause": cause_of(episode),
+        "error": episode.error,
+        "turns": len(episode.turns),
+        "tokens": sampled_tokens(episode),
+        "seconds": episode.timings.get("total_s", 0.0),
+    }
 
 
 def _cut_off(attempt: Attempt, pulse: Pulse) -> Episode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from termrl.runs.files import write_atomically
 from termrl.tasks.task import Task
 
 _FILE = "inputs.json"
-_DIGESTED = ("task.toml", "instruction.md", "tests", "environment")
 _NAMED = 5
 
 
@@ -29,7 +27,7 @@ def check_inputs(run: Path, *, model: str, tasks: Mapping[str, Task]) -> None:
     Raises:
         RunError: names what is not as the run began with it.
     """
-    now: dict[str, Any] = {"model": model, "tasks": {name: task_digest(task.path) for name, task in tasks.items()}}
+    now: dict[str, Any] = {"model": model, "tasks": {name: task.digest for name, task in tasks.items()}}
     path = run / _FILE
     if not path.exists():
         write_atomically(path, orjson.dumps(now, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -47,20 +45,3 @@ def check_inputs(run: Path, *, model: str, tasks: Mapping[str, Task]) -> None:
             f"{run}: {' and '.join(changed)} changed since the run began",
             hint="put back what was there, or start a new run in another folder",
         )
-
-
-def task_digest(folder: Path) -> str:
-    """sha256 over the names, contents and modes of what decides how a task folder behaves."""
-    digest = hashlib.sha256()
-    for name in _DIGESTED:
-        top = folder / name
-        for path in [top] if top.is_file() else sorted(top.rglob("*")):
-            if path.is_symlink():
-                content = bytes(path.readlink())
-            elif path.is_file():
-                content = path.read_bytes()
-            else:
-                continue
-            facts = f"{path.relative_to(folder)}\0{path.lstat().st_mode & 0o111:o}\0{len(content)}\0"
-            digest.update(facts.encode("utf-8", "surrogateescape") + content)
-    return digest.hexdigest()

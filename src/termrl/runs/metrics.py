@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from termrl.agent.types import Episode
-from termrl.rollout.groups import Batch, Group, cause_of, sampled_tokens
+from termrl.rollout.groups import Batch, Group, cause_of, lost_attempts, sampled_tokens
 from termrl.verifier.metrics import verdict_metrics
+
+_RETRIED = "rollout/episodes_retried/"
+_COUNTERS = ("dropped", "retried", "masked")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def rollout_metrics(groups: Sequence[Group], batch: Batch, *, refilled: int = 0)
         metrics["rollout/commands_run"] = sum(commands_run(episode) for episode in episodes)
     for cause, count in sorted(batch.dropped.items()):
         metrics[f"rollout/episodes_dropped/{cause}"] = count
+    for cause, count in sorted(lost_attempts(episodes).items()):
+        metrics[f"{_RETRIED}{cause}"] = count
     for reason, count in sorted(Counter(str(episode.end_reason) for episode in episodes).items()):
         metrics[f"rollout/end_reason/{reason}"] = count
     metrics |= verdict_metrics(episode.verdict for episode in episodes if episode.verdict is not None)
@@ -155,6 +160,7 @@ class RunTotals:
     steps: int = 0
     episodes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    retried: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
     tokens_captured: int = 0
     tokens_trained: int = 0
@@ -168,6 +174,9 @@ class RunTotals:
         self.steps += 1
         self.episodes += int(metrics["rollout/episodes"])
         self.dropped.update(batch.dropped)
+        for name, value in metrics.items():
+            if name.startswith(_RETRIED):
+                self.retried[name.removeprefix(_RETRIED)] += int(value)
         self.masked.update(batch.masked)
         self.tokens_captured += int(metrics["rollout/tokens_captured"])
         self.tokens_trained += int(metrics.get("train/tokens", 0))
@@ -178,9 +187,9 @@ class RunTotals:
 
     def state(self) -> dict[str, Any]:
         """As JSON, for a checkpoint."""
-        return {**vars(self), "dropped": dict(self.dropped), "masked": dict(self.masked)}
+        return {**vars(self), **{name: dict(getattr(self, name)) for name in _COUNTERS}}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
         """The opposite of :meth:`state`."""
-        return cls(**{**state, "dropped": Counter(state["dropped"]), "masked": Counter(state["masked"])})
+        return cls(**{**state, **{name: Counter(state.get(name, {})) for name in _COUNTERS}})

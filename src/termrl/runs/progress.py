@@ -23,6 +23,7 @@ class Progress:
         rewards: mean reward by step (steps without a verdict have none).
         before, after: the evaluations; ``during`` those at steps between.
         no_verdict_steps, dead_steps, solved_steps: how many of the last steps in a row were such.
+        no_verdict_said: what an episode was told that had no verdict, of the most frequent cause of the last step.
         curriculum: which levels are open, where there is a curriculum.
         stopped: why the run ended before its last step, if it did.
         evaluation_s, longest_step_s: wall seconds, for the time budget.
@@ -38,6 +39,7 @@ class Progress:
     after: EvalScores | None = None
     during: dict[int, EvalScores] = field(default_factory=dict)
     no_verdict_steps: int = 0
+    no_verdict_said: str = ""
     dead_steps: int = 0
     solved_steps: int = 0
     curriculum: Curriculum | None = None
@@ -73,6 +75,7 @@ class Progress:
         dead = not batch.samples
         solved = dead and metrics.get("rollout/pass_rate") == 1.0
         self.no_verdict_steps = self.no_verdict_steps + 1 if reward is None else 0
+        self.no_verdict_said = next((batch.said.get(cause, "") for cause, _ in batch.dropped.most_common(1)), "")
         self.solved_steps = self.solved_steps + 1 if solved else 0
         self.dead_steps = self.dead_steps + 1 if dead and not solved else 0
 
@@ -84,7 +87,8 @@ class Progress:
         """Why nothing can be learnt, or ``None`` as long as something may be."""
         if self.no_verdict_steps >= stop.no_verdict_steps:
             causes = ", ".join(f"{count} {cause}" for cause, count in self.totals.dropped.most_common())
-            return f"no episode of the last {self.no_verdict_steps} steps got a verdict ({causes})"
+            said = f": {self.no_verdict_said}" if self.no_verdict_said else ""
+            return f"no episode of the last {self.no_verdict_steps} steps got a verdict ({causes}){said}"
         if self.totals.commands_run == 0 and self.step >= stop.no_action_steps:
             return (
                 f"not one of {self.totals.episodes} episodes ran a command: the model does not write the format that "

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 from termrl.agent.types import Episode
 from termrl.config import TrackConfig
 from termrl.errors import ConfigError
-from termrl.rollout.groups import cause_of
+from termrl.rollout.groups import cause_of, lost_attempts
 from termrl.runs.metrics import EvalScores, eval_metrics
 from termrl.training.events import Silent
-from termrl.verifier.verdict import INFRASTRUCTURE_CAUSES, EndReason
+from termrl.verifier.causes import INFRASTRUCTURE_CAUSES, REPLAYED_CAUSES, EndReason
 
 if TYPE_CHECKING:
     from prometheus_client import Metric  # pyright: ignore[reportMissingImports]
 
 _FAMILY = "eval/family/"
-_COUNTED = ("rollout/end_reason/", "rollout/episodes_dropped/")
+_COUNTED = ("rollout/end_reason/", "rollout/episodes_dropped/", "rollout/episodes_retried/")
 _PHASES = {"rollout": "train", "evaluate": "eval"}
 
 
@@ -43,6 +43,7 @@ class RunCollector(Silent):
         phases = list(_PHASES.values())
         self._ended = Counter({(phase, str(reason)): 0 for phase in phases for reason in EndReason})
         self._missing = Counter({(phase, str(cause)): 0 for phase in phases for cause in INFRASTRUCTURE_CAUSES})
+        self._retried = Counter({(phase, str(cause)): 0 for phase in phases for cause in REPLAYED_CAUSES})
         self._live: Callable[[], int] = lambda: 0
 
     def started(self, run: Path, *, steps: int, first_step: int) -> None:
@@ -61,11 +62,13 @@ class RunCollector(Silent):
             self._phase = _PHASES.get(name, self._phase)
 
     def episode(self, episode: Episode) -> None:
-        """Count an episode, and its cause if it has no verdict."""
+        """Count an episode, its cause if it has no verdict, and its attempts that lost their environment."""
         with self._lock:
             self._ended[self._phase, str(episode.end_reason)] += 1
             if episode.reward is None:
                 self._missing[self._phase, cause_of(episode)] += 1
+            for cause, count in lost_attempts([episode]).items():
+                self._retried[self._phase, cause] += count
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The gauges are this step's from now on."""
@@ -85,7 +88,7 @@ class RunCollector(Silent):
         with self._lock:
             step, steps, live = self._step, self._steps, self._live
             metrics, evaluation = self._metrics, self._evaluation
-            ended, missing = dict(self._ended), dict(self._missing)
+            ended, missing, retried = dict(self._ended), dict(self._missing), dict(self._retried)
         yield GaugeMetricFamily("termrl_step", "Training steps finished.", value=step)
         yield GaugeMetricFamily("termrl_steps", "Training steps that the run is to make.", value=steps)
         yield GaugeMetricFamily("termrl_live_sandboxes", "Sandboxes that are up.", value=live())
@@ -101,6 +104,12 @@ class RunCollector(Silent):
         for labels, count in sorted(missing.items()):
             verdicts.add_metric(labels, count)
         yield verdicts
+        again = CounterMetricFamily(
+            "termrl_retried_episodes", "Episodes that were played again, by cause.", labels=["phase", "cause"]
+        )
+        for labels, count in sorted(retried.items()):
+            again.add_metric(labels, count)
+        yield again
         for name, value in metrics.items():
             yield GaugeMetricFamily(gauge_name(name), f"{name} of the last training step.", value=value)
         families = GaugeMetricFamily(

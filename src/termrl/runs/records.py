@@ -41,6 +41,7 @@ def episode_record(
         "advantage": advantage,
         "trained": trained,
         "error": episode.error,
+        "attempts": episode.info.get("attempts", 1),
         "instruction": episode.instruction,
         "turns": [asdict(turn) for turn in episode.turns],
         "verdict": None if verdict is None else verdict.model_dump(mode="json"),
@@ -48,5 +49,5 @@ def episode_record(
         "tokens": sum(segment.sampled for segment in episode.segments),
         "sessions": sorted({segment.session_id for segment in episode.segments}),
         "policy_versions": sorted({v for s in episode.segments for v in s.policy_versions if v >= 0}),
-        "info": episode.info,
+        "info": {name: value for name, value in episode.info.items() if name != "attempts"},
     }

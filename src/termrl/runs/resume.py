@@ -16,7 +16,15 @@ from termrl.runs.store import RunStore, versions
 from termrl.settings import load_settings
 from termrl.training import checkpoints
 
-FREE = ("steps", "max_wall_s", "track.", "checkpoint.", "stop.", "episode.reset_s", "episode.grace_s")
+_ENVIRONMENT = (
+    *("url", "serve", "token_file", "capacity_wait_s", "connect_timeout_s", "reset_s", "grace_s"),
+    *("ping_interval_s", "ping_timeout_s"),
+)
+
+FREE = (
+    *("steps", "max_wall_s", "track.", "checkpoint.", "stop.", "episode.reset_s", "episode.grace_s", "rollout.retries"),
+    *(f"environment.{name}" for name in _ENVIRONMENT),
+)
 """Settings that may differ in a resumed run: by name, or, ending in a dot, by section."""
 
 _NOT_KEPT = ("track",)

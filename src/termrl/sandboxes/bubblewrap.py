@@ -22,8 +22,9 @@ from termrl.sandboxes import layout
 from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
-from termrl.sandboxes.client import START_S, ResidentSandbox, packed
+from termrl.sandboxes.client import ResidentSandbox
 from termrl.sandboxes.host import NOBODY, kernel_version, memory_mb, state_folder
+from termrl.sandboxes.line import START_S, packed
 from termrl.sandboxes.stage import Stage, stage
 from termrl.sandboxes.sweep import Owner, Swept, processes_of, remains, sweep
 
@@ -104,7 +105,14 @@ class BubblewrapProvider(SandboxProvider):
     def refusal(self, spec: SandboxSpec) -> str | None:
         if not spec.host_userland:
             needs = f"image {spec.image}" if spec.image else "an image of its own"
+            if spec.build is not None:
+                needs = "an image built from environment/Dockerfile"
             return f'needs {needs}; bubblewrap runs only tasks that say [metadata] termrl_userland = "host"'
+        for key, user in (("agent.user", spec.user), ("verifier.user", spec.verifier_user)):
+            if user not in (None, "root", "0"):
+                return f"{key} {user}: bubblewrap sandboxes have no user but root"
+        if spec.healthcheck is not None:
+            return "environment.healthcheck: bubblewrap sandboxes start nothing that could become healthy"
         if spec.network_mode != "no-network":
             return f"network_mode {spec.network_mode}: bubblewrap sandboxes have no network"
         return layout.host_userland_missing()

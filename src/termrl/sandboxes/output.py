@@ -5,6 +5,11 @@ Standard library only: it also runs inside the sandbox.
 
 from __future__ import annotations
 
+import re
+
+CUT_MARK = re.compile(r"\n\[\.\.\. \d+ bytes of output left out \.\.\.\]\n")
+"""What stands between the head and the tail of an output whose middle was left out."""
+
 
 class BoundedOutput:
     """Keeps the first and the last half of ``limit`` bytes of a stream; memory stays within 2 × ``limit``."""

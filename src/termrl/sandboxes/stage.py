@@ -29,12 +29,15 @@ _OPTIONS = ["-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on"]
 _MODULES = (
     "output",
     "archive",
-    *(f"staged/{name}" for name in ("launcher", "resident", "bounds", "files", "memory", "processes")),
+    *(
+        f"staged/{name}"
+        for name in ("launcher", "resident", "container", "bounds", "files", "look", "memory", "processes")
+    ),
 )
 _PROBE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import termrl.sandboxes.staged.resident, ctypes
+import termrl.sandboxes.staged.resident, termrl.sandboxes.staged.container, ctypes
 files = [m.__file__ for m in sys.modules.values() if getattr(m, "__file__", None)]
 maps = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if len(line.split(None, 5)) == 6}
 import json, sysconfig
@@ -50,12 +53,11 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Stage:
-    """A staged runtime. ``folder`` appears at :data:`INSIDE` in a sandbox; ``bwrap`` is the program to start."""
+    """A staged runtime. ``folder`` appears at :data:`INSIDE` in a sandbox."""
 
     folder: Path
-    bwrap: Path
-    bwrap_version: tuple[int, ...]
     command: tuple[str, ...]
+    bwrap: Path
 
     def argv(self, top: str, module: str) -> list[str]:
         """How to run a staged program where ``folder`` is seen at ``top``."""
@@ -63,13 +65,16 @@ class Stage:
         return [part.replace(INSIDE, top, 1) for part in self.command] + ["-c", code]
 
 
-def stage(state: Path) -> Stage:
+def stage(state: Path, *, bubblewrap: bool = True) -> Stage:
     """The staged runtime of this interpreter in the ``state`` folder, made on first use.
+
+    Args:
+        bubblewrap: stage that too; without it, :attr:`Stage.bwrap` is not there.
 
     Raises:
         SandboxStartError: no bubblewrap, or the copy cannot be made or does not run.
     """
-    bwrap, version = find_bwrap()
+    bwrap = find_bwrap()[0] if bubblewrap else None
     base = Path(getattr(sys, "_base_executable", None) or sys.executable).resolve()
     folder = state / "runtime" / _digest(base, bwrap)
     try:
@@ -82,12 +87,12 @@ def stage(state: Path) -> Stage:
             f"cannot stage {base} in {folder}: {detail}",
             hint="set TERMRL_STATE_DIR to a folder of your own on a file system that allows programs",
         ) from error
-    return Stage(folder, folder / facts["bwrap"], version, tuple(facts["command"]))
+    return Stage(folder, tuple(facts["command"]), folder / facts["bwrap"])
 
 
-def _digest(base: Path, bwrap: Path) -> str:
+def _digest(base: Path, bwrap: Path | None) -> str:
     seal = hashlib.blake2b(digest_size=12)
-    for path in (base, bwrap):
+    for path in (base, *([bwrap] if bwrap else [])):
         status = path.stat()
         seal.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     seal.update(sys.version.encode())
@@ -97,19 +102,19 @@ def _digest(base: Path, bwrap: Path) -> str:
     return seal.hexdigest()
 
 
-def _make(folder: Path, base: Path, bwrap: Path) -> None:
+def _make(folder: Path, base: Path, bwrap: Path | None) -> None:
     folder.parent.mkdir(mode=0o755, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         part.chmod(0o755)
         command = _interpreter(part, base)
-        program = _copy_bwrap(part, bwrap)
+        program = _copy_bwrap(part, bwrap) if bwrap else "none"
         _open_up(part)
         executed = part / Path(command[0]).relative_to(INSIDE)
         executed.chmod(0o711)
         facts = {"bwrap": program, "command": command}
         (part / "stage.json").write_text(json.dumps(facts))
-        trial = Stage(part, part / program, (), tuple(command))
+        trial = Stage(part, tuple(command), part / program)
         _run([*trial.argv(str(part), "resident")[:-1], "import termrl.sandboxes.staged.resident"], {})
         try:
             part.rename(folder)

@@ -19,9 +19,10 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from termrl.sandboxes.cgroups import PREFIX, groups_of_owners, remove_groups
 from termrl.sandboxes.host import NOBODY, state_folder
@@ -37,6 +38,7 @@ class Swept:
     processes: int = 0
     folders: int = 0
     cgroups: int = 0
+    containers: int = 0
     live_owners: int = 0
 
 
@@ -54,8 +56,7 @@ class Owner:
         part.chmod(0o755)
         self._lock = os.open(part / "owner", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        facts = {"pid": self._pid, "start": _start_time(self._pid), "boot": _boot_id(), "pidns": _pid_namespace()}
-        os.write(self._lock, json.dumps(facts).encode())
+        os.write(self._lock, json.dumps(this_process()).encode())
         part.rename(self.folder)
 
     def release(self) -> None:
@@ -123,7 +124,7 @@ def _mark(owners: Path) -> str:
     Not its path: a container whose processes can be seen from here may have one at the same path.
     """
     status = owners.stat()
-    seal = f"{status.st_dev}:{status.st_ino}:{_boot_id()}"
+    seal = f"{status.st_dev}:{status.st_ino}:{boot_id()}"
     return hashlib.blake2b(seal.encode(), digest_size=4).hexdigest()
 
 
@@ -152,7 +153,18 @@ def _is_live(folder: Path) -> bool:
         facts = json.loads(os.read(fd, 4096) or b"{}")
     finally:
         os.close(fd)
-    if facts.get("boot") != _boot_id():
+    return still_runs(facts)
+
+
+def this_process() -> dict[str, Any]:
+    """What this process is known by after its end: pid, start, boot and pid namespace."""
+    pid = os.getpid()
+    return {"pid": pid, "start": _start_time(pid), "boot": boot_id(), "pidns": _pid_namespace()}
+
+
+def still_runs(facts: Mapping[str, Any]) -> bool:
+    """Whether the process of these facts lives; one of another pid namespace of this boot counts as if it did."""
+    if facts.get("boot") != boot_id():
         return False
     if facts.get("pidns") != _pid_namespace():
         return True
@@ -212,7 +224,8 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The id that the kernel gave to this boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -345,21 +345,14 @@ def unsupported(config: TaskConfig) -> list[str]:
         "environment.gpu_types": ("GPUs", bool(environment.gpu_types)),
         "environment.tpu": ("TPUs", environment.tpu is not None),
         "environment.mcp_servers": ("MCP servers", bool(environment.mcp_servers)),
-        "environment.healthcheck": ("health checks", environment.healthcheck is not None),
         "environment.skills_dir": ("skills", environment.skills_dir is not None),
         "verifier.environment_mode": ("a separate verifier", verifier.environment_mode == "separate"),
         "verifier.environment": ("a separate verifier", verifier.environment is not None),
         "verifier.collect": ("collect hooks", bool(verifier.collect)),
-        "agent.user": ("a user other than root", not _is_root(config.agent.user)),
-        "verifier.user": ("a user other than root", not _is_root(verifier.user)),
         "agent.network_mode": ("a network of its own", config.agent.differs_from(environment)),
         "verifier.network_mode": ("a network of its own", verifier.differs_from(environment)),
     }
     return [f"{key}: {what}: not supported yet" for key, (what, present) in found.items() if present]
-
-
-def _is_root(user: str | int | None) -> bool:
-    return user in (None, "root", 0, "0")
 
 
 def _problem(where: str, item: Any) -> str:

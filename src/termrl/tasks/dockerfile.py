@@ -1,4 +1,4 @@
-"""Reading a Dockerfile just far enough: its last WORKDIR, and the files that it copies in but that are not there."""
+"""Reading a Dockerfile just far enough: its instructions, its last WORKDIR, and COPY sources that are missing."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ class Dockerfile:
     missing: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its word in capitals, its arguments, and the lines ``[start, end)`` that hold them.
+
+    ``heredoc`` says that the lines from ``end`` on are the body of a heredoc.
+    """
+
+    word: str
+    rest: str
+    start: int
+    end: int
+    heredoc: bool = False
+
+
 def read_dockerfile(text: str, folder: Path) -> Dockerfile:
     """Read a Dockerfile's text; ``folder`` is its build context. Never raises on what it does not understand."""
     workdir: str | None = None
@@ -34,44 +48,59 @@ def read_dockerfile(text: str, folder: Path) -> Dockerfile:
     stage = ""
     variables: dict[str, str] = {}
     missing: list[str] = []
-    for word, rest in _instructions(text):
+    for instruction in instructions(text):
+        word, rest = instruction.word, instruction.rest
         if word == "FROM":
             parts = [part for part in rest.split() if not part.startswith("--")]
             stages[stage] = workdir
             stage = parts[2].lower() if len(parts) == 3 and parts[1].upper() == "AS" else ""
             workdir = stages.get(parts[0].lower()) if parts else None
         elif word in ("ENV", "ARG"):
-            name, _, value = rest.partition(" ")
-            assigned = _ASSIGNMENT.findall(rest) or [(name, value)]
-            variables.update({name: _fill(value.strip("\"'"), variables) for name, value in assigned})
+            variables.update(assigned(rest, variables))
         elif word == "WORKDIR":
-            target = _fill(rest.strip().strip("\"'"), variables)
+            target = fill_variables(rest.strip().strip("\"'"), variables)
             workdir = None if "$" in target else posixpath.normpath(posixpath.join(workdir or "/", target))
         elif word in ("COPY", "ADD"):
             missing += [source for source in _sources(rest) if not _present(source, folder)]
     return Dockerfile(workdir, tuple(missing))
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """(instruction, arguments) with continuations joined, comments dropped and heredoc bodies skipped."""
-    lines = iter(text.splitlines())
-    for line in lines:
+def instructions(text: str) -> Iterator[Instruction]:
+    """The instructions with continuations joined, comments dropped and heredoc bodies skipped."""
+    lines = text.split("\n")
+    at = 0
+    while at < len(lines):
+        start, line = at, lines[at]
+        at += 1
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         whole = line.strip()
-        while whole.endswith("\\"):
-            following = next(lines, "").strip()
+        while whole.endswith("\\") and at < len(lines):
+            following = lines[at].strip()
             whole = whole if following.startswith("#") else f"{whole[:-1]} {following}"
+            at += 1
         word, _, rest = whole.partition(" ")
+        end, heredoc = at, False
         if word.upper() in ("RUN", "COPY", "ADD"):
-            for dash, _, end in _HEREDOC.findall(rest):
-                for body in lines:
-                    if (body.lstrip("\t") if dash else body) == end:
+            for dash, _, mark in _HEREDOC.findall(rest):
+                heredoc = True
+                while at < len(lines):
+                    at += 1
+                    if (lines[at - 1].lstrip("\t") if dash else lines[at - 1]) == mark:
                         break
-        yield word.upper(), rest.strip()
+        yield Instruction(word.upper(), rest.strip(), start, end, heredoc)
 
 
-def _fill(value: str, variables: dict[str, str]) -> str:
+def assigned(rest: str, variables: dict[str, str]) -> dict[str, str]:
+    """What the arguments of an ENV or ARG set, given what is set before."""
+    name, _, value = rest.partition(" ")
+    pairs = _ASSIGNMENT.findall(rest) or [(name, value)]
+    return {name: fill_variables(value.strip("\"'"), variables) for name, value in pairs}
+
+
+def fill_variables(value: str, variables: dict[str, str]) -> str:
+    """``$NAME``, ``${NAME}`` and ``${NAME:-default}`` filled in; what is not known stays as it stands."""
+
     def known(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[3], match[2] or match[0])
 

@@ -39,3 +39,9 @@ def resolve_env(env: Mapping[str, str], where: str) -> dict[str, str]:
         names = " ".join(dict.fromkeys(missing))
         raise TaskError("\n".join(problems), hint=f"set it before the start, for example: export {names.split()[0]}=…")
     return resolved
+
+
+def filled_from_host(env: Mapping[str, str]) -> dict[str, str]:
+    """The host's variables that ``env`` takes values from, as they are now; defaults of the task are not among them."""
+    names = {match[1] for value in env.values() if (match := _TEMPLATE.fullmatch(value))}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}

@@ -1,9 +1,7 @@
-"""What holds for the files of any task folder: safe links, readable text, a digest of the content."""
+"""What holds for the files of any task folder: safe links, readable text."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,26 +67,3 @@ def entries(folder: Path) -> Iterator[tuple[str, Path]]:
         if path.is_dir() and not path.is_symlink():
             for name, below in entries(path):
                 yield f"{path.name}/{name}", below
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 (hex) over names, kinds, run bits, link targets and contents of everything in a task folder.
-
-    Times, owners and the folder's own name do not count, so a copy has the digest of its original.
-    """
-    total = hashlib.sha256()
-
-    def add(*fields: bytes) -> None:
-        for part in fields:
-            total.update(len(part).to_bytes(8, "big") + part)
-
-    for name, path in sorted(entries(folder)):
-        label = os.fsencode(name)
-        if path.is_symlink():
-            add(b"link", label, os.fsencode(path.readlink()))
-        elif path.is_dir():
-            add(b"folder", label)
-        else:
-            runs = b"x" if path.stat().st_mode & 0o100 else b"-"
-            add(b"file", label, runs, hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()

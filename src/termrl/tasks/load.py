@@ -7,11 +7,12 @@ import warnings as python_warnings
 from pathlib import Path, PurePosixPath
 
 from termrl.errors import TaskError
-from termrl.sandboxes.base import DEFAULT_WORKDIR, NetworkMode, SandboxSpec
-from termrl.tasks.config import TaskConfig, parse_config, unsupported
+from termrl.sandboxes.base import DEFAULT_WORKDIR, Healthcheck, ImageBuild, NetworkMode, SandboxSpec
+from termrl.tasks.config import HealthcheckConfig, TaskConfig, parse_config, unsupported
 from termrl.tasks.dockerfile import read_dockerfile
 from termrl.tasks.folder import check_tree, entries, read_text
 from termrl.tasks.ignore import IGNORE_FILE, excluded_paths
+from termrl.tasks.seal import Seal
 from termrl.tasks.task import Task
 
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -38,6 +39,7 @@ def _load(path: Path) -> Task:
     if not toml.is_file():
         raise TaskError(f"{path}: no task.toml", hint="a task is a folder with task.toml, instruction.md and tests/")
     check_tree(path)
+    seal = Seal(path)
     config, warnings = parse_config(read_text(toml), str(toml))
     refused = [f"{toml}: {feature}" for feature in unsupported(config)] + _unsupported_files(path)
     if refused:
@@ -63,7 +65,19 @@ def _load(path: Path) -> Task:
         tests_use_network=_tests_use_network(path / "tests" / "test.sh", sandbox.network_mode),
         metadata=dict(config.metadata),
         warnings=tuple(warnings),
+        seal=seal,
     )
+
+
+def cannot_pass(tests: Path) -> list[str]:
+    """What in a task's ``tests/`` bash or Python cannot even read, each as ``file: why``."""
+    found = []
+    if b"\r\n" in (tests / "test.sh").read_bytes():
+        found.append("test.sh: some lines have Windows line ends (CRLF): bash will not understand those")
+    for name, file in entries(tests):
+        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
+            found.append(f"{name}: {line}: tests that need it can never pass")
+    return found
 
 
 def strip_canary(text: str) -> str:
@@ -105,14 +119,23 @@ def _check_tests(path: Path) -> list[str]:
     raw = script.read_bytes()
     if not raw.strip():
         raise TaskError(f"{script}: empty")
-    if b"\r\n" in raw:
-        warnings.append(f"{script}: has Windows line ends (CRLF): bash will not understand it")
-    for name, file in entries(tests):
-        if file.suffix == ".py" and file.is_file() and (line := _syntax_error(file)):
-            warnings.append(f"{tests / name}: {line}: tests that need it can never pass")
+    if _windows_script(raw):
+        raise TaskError(
+            f"{script}: has Windows line ends (CRLF): bash takes the carriage returns as part of each command",
+            hint="convert it, for example: sed -i 's/\\r$//' test.sh",
+        )
+    warnings += [f"{tests}/{reason}" for reason in cannot_pass(tests)]
+    solution = path / "solution" / "solve.sh"
+    if solution.is_file() and _windows_script(solution.read_bytes()):
+        warnings.append(f"{solution}: has Windows line ends (CRLF): the oracle will not run")
     if (path / IGNORE_FILE).exists():
         warnings.append(f"{path / IGNORE_FILE}: not used: only rules in tests/ and solution/ are")
     return warnings
+
+
+def _windows_script(raw: bytes) -> bool:
+    """Whether every line ends in CRLF (a script may well hold a few such lines as data)."""
+    return b"\r\n" in raw and raw.count(b"\n") == raw.count(b"\r\n")
 
 
 def _syntax_error(file: Path) -> str:
@@ -132,7 +155,7 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
     dockerfile = environment / "Dockerfile"
     host_userland = config.metadata.get("termrl_userland") == "host"
     warnings: list[str] = []
-    workdir = settings.workdir
+    workdir = likely_workdir = settings.workdir
     if dockerfile.is_file():
         if host_userland:
             raise TaskError(
@@ -140,7 +163,7 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
                 hint="the Dockerfile's steps would not be run: put files into environment/ instead",
             )
         read = read_dockerfile(read_text(dockerfile), environment)
-        workdir = workdir or read.workdir
+        likely_workdir = workdir or read.workdir
         problems = [f"{dockerfile}: COPY source {source} is missing" for source in read.missing]
         if problems and not settings.docker_image:
             raise TaskError("\n".join(problems))
@@ -152,7 +175,10 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
         )
     if workdir is None and host_userland:
         workdir = DEFAULT_WORKDIR
-    warnings += _check_workdir(workdir or DEFAULT_WORKDIR, path)
+    warnings += _check_workdir(likely_workdir or DEFAULT_WORKDIR, path)
+    build = None
+    if dockerfile.is_file() and not settings.docker_image:
+        build = ImageBuild(environment, settings.build_timeout_sec)
     # With a Dockerfile the files are in the image already.
     upload = not dockerfile.is_file() and environment.is_dir() and any(environment.iterdir())
     name = config.task.short_name if config.task else path.name
@@ -161,6 +187,7 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
             task_id=name,
             workdir=workdir,
             image=settings.docker_image,
+            build=build,
             host_userland=host_userland,
             files=environment if upload else None,
             env=dict(settings.env),
@@ -168,8 +195,30 @@ def _sandbox(path: Path, config: TaskConfig) -> tuple[SandboxSpec, list[str]]:
             storage_mb=settings.storage_mb,
             cpus=settings.cpus,
             network_mode=settings.effective_network_mode,
+            allowed_hosts=tuple(settings.allowed_hosts or ()),
+            user=_user(config.agent.user),
+            verifier_user=_user(config.verifier.user),
+            healthcheck=_healthcheck(settings.healthcheck),
+            gpus=settings.gpus or 0,
         ),
         warnings,
+    )
+
+
+def _user(value: str | int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _healthcheck(config: HealthcheckConfig | None) -> Healthcheck | None:
+    if config is None:
+        return None
+    return Healthcheck(
+        command=config.command,
+        interval_s=config.interval_sec,
+        timeout_s=config.timeout_sec,
+        start_period_s=config.start_period_sec,
+        start_interval_s=config.start_interval_sec,
+        retries=config.retries,
     )
 
 

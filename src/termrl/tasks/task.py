@@ -8,6 +8,7 @@ from typing import Any
 
 from termrl.sandboxes.base import SandboxSpec
 from termrl.tasks.env import resolve_env
+from termrl.tasks.seal import Seal, digest
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Task:
         tests_use_network: the tests cannot be trusted to say anything without a network.
         metadata: ``[metadata]`` as it stands; ``family`` and ``level`` are read from here.
         warnings: what is odd about the folder but no reason to refuse it, such as unknown keys; one a line.
+        seal: what the folder held when it was loaded; ``None`` for a task that was put together by hand.
     """
 
     id: str
@@ -42,6 +44,21 @@ class Task:
     tests_use_network: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    seal: Seal | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the folder as it was loaded (:func:`termrl.tasks.seal.digest`)."""
+        return digest(self.path) if self.seal is None else self.seal.digest
+
+    def check_unchanged(self) -> None:
+        """Return if the folder still holds what was loaded; at most a millisecond where no file was touched.
+
+        Raises:
+            TaskError: it does not; names the files.
+        """
+        if self.seal is not None:
+            self.seal.check()
 
     @property
     def family(self) -> str:
@@ -53,6 +70,11 @@ class Task:
         """The task's level (``[metadata] level``), ``None`` if it has none."""
         level = self.metadata.get("level")
         return level if isinstance(level, int) else None
+
+    @property
+    def verifier_user(self) -> str | None:
+        """Who runs test.sh (``[verifier] user``), a name or uid of the image; ``None`` for the image's own user."""
+        return self.sandbox.verifier_user
 
     def resolved_sandbox(self) -> SandboxSpec:
         """What to make the sandbox from, with ``[environment] env`` filled from the host.

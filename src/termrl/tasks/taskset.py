@@ -8,6 +8,7 @@ from pathlib import Path
 
 from termrl.errors import TaskError
 from termrl.tasks.load import load_task
+from termrl.tasks.lock import read_lock
 from termrl.tasks.task import Task
 
 
@@ -25,15 +26,17 @@ class TaskSet(Mapping[str, Task]):
         self.broken = dict(broken or {})
 
     @classmethod
-    def load(cls, path: Path, *, skip_broken: bool = False) -> TaskSet:
+    def load(cls, path: Path, *, skip_broken: bool = False, locked: bool = True) -> TaskSet:
         """Load every task folder directly below ``path``, or ``path`` itself if it is one.
 
         Hidden entries and plain files are no tasks. Folders whose tasks share a name are all broken, since
-        nothing says which is meant.
+        nothing says which is meant. Where the folder has a lock (:mod:`termrl.tasks.lock`), tasks that are not as
+        it says are broken too.
 
         Args:
             path: the folder.
             skip_broken: leave broken folders out (they stand in ``broken``) rather than refuse the set.
+            locked: hold the tasks against the folder's lock.
 
         Raises:
             TaskError: no such folder, no tasks in it, or broken ones, named one by one.
@@ -55,6 +58,10 @@ class TaskSet(Mapping[str, Task]):
                     {f.name: f"{f}: the name {name} is used by several tasks: {folder_names}" for f, _ in same}
                 )
         good = [same[0][1] for same in by_id.values() if len(same) == 1]
+        if locked and (lock := read_lock(path)):
+            unlocked = lock.complaints({task.id: task.digest for task in good})
+            good = [task for task in good if task.id not in unlocked]
+            broken = {**{name: f"{path}: {name}: {why}" for name, why in unlocked.items()}, **broken}
         if broken and not (skip_broken and good):
             lines = [f"{path}: {len(broken)} of {len(folders)} tasks are broken", *broken.values()]
             hint = "--skip-broken goes on with the others" if good else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from termrl.config import TrainConfig
 from termrl.engine.bundled import ensure_model, model_sha256
 from termrl.errors import TermrlError
 from termrl.rollout.bounded import within
+from termrl.rollout.environments import TASKS, open_environments
 from termrl.rollout.pools import TaskPools, check_families, check_runnable, generate_pools, load_pools
 from termrl.rollout.scheduler import Scheduler
 from termrl.runs.inputs import check_inputs
@@ -23,6 +25,7 @@ from termrl.runs.store import RunStore, versions
 from termrl.sandboxes import SandboxProvider, open_provider
 from termrl.training import checkpoints
 from termrl.training.events import Silent, Watcher
+from termrl.validation.gate import check_sound
 
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
@@ -50,8 +53,11 @@ class Checkpoints:
         checkpoints.annotate(self._run, step, score=score, loop=progress)
 
 
-def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
-    """Everything that can be refused before a run folder is made: model, families, task folders, sandbox.
+def prepare(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> tuple[Path, TaskPools | None]:
+    """Everything that can be refused before a run folder is made: model, families, task folders, environments.
+
+    Args:
+        say: told what is odd or waited for about an environment server.
 
     Returns:
         The model's folder, and the task pools where they come from folders (the bundled suite is written later).
@@ -62,12 +68,23 @@ def prepare(config: TrainConfig) -> tuple[Path, TaskPools | None]:
     check_families(config)
     opening(config.episode.opening)
     pools = load_pools(config) if config.tasks.dir is not None else None
-    asyncio.run(_check_sandbox(config, pools))
+    check_sound(config.tasks.reports(), pools.by_id if pools is not None else {})
+    if config.environment.url is None:
+        asyncio.run(_check_sandbox(config, pools))
+    else:
+        _check_server(config, pools, say)
     return ensure_model(config.model.path), pools
 
 
+def _check_server(config: TrainConfig, pools: TaskPools | None, say: Callable[[str], None]) -> None:
+    from termrl.rollout.preflight import check_server
+
+    with tempfile.TemporaryDirectory(prefix="termrl-") as folder:
+        asyncio.run(check_server(config, pools or generate_pools(config, Path(folder)), say))
+
+
 async def _check_sandbox(config: TrainConfig, pools: TaskPools | None) -> None:
-    async with open_provider(config.sandbox.backend, **config.sandbox.settings) as provider:
+    async with open_provider(config.sandbox.backend, **config.sandbox_settings()) as provider:
         if pools is not None:
             check_runnable(pools, provider)
 
@@ -104,7 +121,8 @@ async def train(
     checkpoint = checkpoints.load(saved) if saved is not None else None
     progress = Progress.from_state(checkpoint.loop) if checkpoint is not None else Progress()
     if pools is None:
-        pools = _bundled_pools(config, store.path / "tasks")
+        pools = _bundled_pools(config, store.path / TASKS)
+        check_sound(config.tasks.reports(), pools.by_id)
     base = {"name": config.model.path, "sha256": model_sha256(model)}
     check_inputs(store.path, model=base["sha256"], tasks=pools.by_id)
     if resume:
@@ -142,7 +160,7 @@ async def open_parts(
     watcher: Watcher | None = None,
     open_sandboxes: Callable[..., SandboxProvider] = open_provider,
 ) -> AsyncIterator[Parts]:
-    """Open everything that the loop drives; all of it is closed on every path, sandboxes last.
+    """Open everything that the loop drives; all of it is closed on every path, environments last.
 
     Closing is bounded: what does not end in time is left to the process's own end.
     """
@@ -151,34 +169,35 @@ async def open_parts(
     from termrl.capture.server import serve
     from termrl.engine.transformers import EmbeddedEngine
     from termrl.engine.upstream import EmbeddedUpstream
-    from termrl.environment.terminal import LocalEnvironmentFactory
     from termrl.rollout.sessions import ServerSessions
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
 
-    trainer = Trainer(model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path)
-    if checkpoint is not None:
-        trainer.load_state_dict(checkpoint.trainer)
-    engine = EmbeddedEngine(model, threads=config.model.threads)
     async with AsyncExitStack() as stack:
-        provider = await stack.enter_async_context(open_sandboxes(config.sandbox.backend, **config.sandbox.settings))
-        (watcher or Silent()).sandboxes(lambda: provider.live)
+        # first, so that a server starts while the model is loaded
+        opened = open_environments(config, pools.by_id, run, open_sandboxes=open_sandboxes)
+        environments = await stack.enter_async_context(opened)
+        trainer = Trainer(
+            model, config.training, seed=config.seed, threads=config.model.threads, base_id=config.model.path
+        )
+        if checkpoint is not None:
+            trainer.load_state_dict(checkpoint.trainer)
+        engine = EmbeddedEngine(model, threads=config.model.threads)
+        await environments.ready()
+        (watcher or Silent()).sandboxes(environments.live)
         upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
         stack.push_async_callback(_bounded, upstream.aclose)
         server = await stack.enter_async_context(_closed_in_time(serve(upstream, renderer_for(model))))
         client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
         scheduler = Scheduler(
-            environments=LocalEnvironmentFactory(
-                pools.by_id,
-                provider,
-                command_timeout_s=config.episode.command_timeout_s,
-                rules=config.verify.rules(),
-            ),
+            environments=environments.factory,
             sessions=ServerSessions(server, client, stop_at_fence=config.episode.stop_at_fence),
             gate=upstream if config.rollout.schedule == "lockstep" else None,
             opening=opening(config.episode.opening),
             concurrency=config.rollout.concurrency,
             bounds=config.bounds(),
+            retries=config.rollout.retries,
+            recover=environments.recover,
         )
         saver = Checkpoints(run, trainer, keep=config.checkpoint.keep)
         yield Parts(trainer, engine, scheduler, pools, saver)
@@ -214,6 +233,7 @@ def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[
         "steps": totals.steps,
         "episodes": totals.episodes,
         "dropped": dict(totals.dropped),
+        "retried": dict(totals.retried),
         "tokens_trained": totals.tokens_trained,
         "tokens_captured": totals.tokens_captured,
         "tokens_masked": sum(totals.masked.values()),

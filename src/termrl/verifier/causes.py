@@ -72,12 +72,14 @@ class CauseRow:
         reward: 0.0, or ``None`` for no verdict.
         meaning: one line.
         attributed: a policy could have brought it about, so sandboxes are asked before the reward stays missing.
+        replayed: the environment went, not the policy: a scheduler may play the whole episode again.
         needs: the part that is not there yet and without which the cause cannot come up; empty if it can.
     """
 
     reward: float | None
     meaning: str
     attributed: bool = False
+    replayed: bool = False
     needs: str = ""
 
 
@@ -97,10 +99,12 @@ END_REASONS = MappingProxyType(
 
 CAUSES = MappingProxyType(
     {
-        Cause.SANDBOX_START: CauseRow(None, "the sandbox could not be started"),
-        Cause.SANDBOX_LOST: CauseRow(None, "the sandbox died or stopped answering"),
-        Cause.ENVIRONMENT_LOST: CauseRow(None, "the environment failed in any other way, or has no episode"),
-        Cause.CAPACITY: CauseRow(None, "the environment server had no free slot in time"),
+        Cause.SANDBOX_START: CauseRow(None, "the sandbox could not be started", replayed=True),
+        Cause.SANDBOX_LOST: CauseRow(None, "the sandbox died or stopped answering", replayed=True),
+        Cause.ENVIRONMENT_LOST: CauseRow(
+            None, "the environment failed in any other way, or has no episode", replayed=True
+        ),
+        Cause.CAPACITY: CauseRow(None, "the environment server had no free slot in time", replayed=True),
         Cause.ENGINE_ERROR: CauseRow(None, "the policy's endpoint failed"),
         Cause.IMAGE_UNAVAILABLE: CauseRow(None, "an image could not be pulled", needs="a sandbox that pulls images"),
         Cause.BOOTSTRAP_FAILED: CauseRow(None, "the tests could not download or install what they need"),
@@ -125,3 +129,6 @@ INFRASTRUCTURE_CAUSES = frozenset(cause for cause, row in CAUSES.items() if row.
 
 ATTRIBUTABLE_CAUSES = frozenset(cause for cause, row in CAUSES.items() if row.attributed)
 """Causes of a missing verdict that a policy could have brought about; all others are infrastructure's."""
+
+REPLAYED_CAUSES = frozenset(cause for cause, row in CAUSES.items() if row.replayed)
+"""Causes after which a whole episode may be played again (``rollout.retries``)."""

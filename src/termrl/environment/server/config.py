@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from termrl.config import SandboxConfig, Section, VerifyConfig
 from termrl.environment.terminal import COMMAND_TIMEOUT_S
 from termrl.errors import ConfigError
+from termrl.sandboxes.docker.image_settings import ImageSettings
 
 DEFAULT_PORT = 8003
 MEMORY_SHARE = 0.8
@@ -66,6 +67,7 @@ class ServeConfig(Section):
     max_frame_mb: int = Field(default=16, ge=1, description="the largest message that is taken")
     shutdown_s: float = Field(default=60.0, gt=0, description="bound on an orderly end, after which it ends at once")
     sandbox: SandboxConfig = SandboxConfig()
+    images: ImageSettings = ImageSettings()
     verify: VerifyConfig = VerifyConfig()
 
     @model_validator(mode="after")

@@ -102,7 +102,7 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
         )
     tasks, left_out = load_tasks(config.tasks, skip_broken=config.skip_broken)
     swept = sweep_first(config.sandbox)
-    async with open_provider(config.sandbox.backend, **config.sandbox.settings) as inner:
+    async with open_provider(config.sandbox.backend, **config.sandbox.provider_settings(config.images)) as inner:
         provider = CountedProvider(inner)
         max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
         tasks, refused = runnable(tasks, provider, max_memory_mb, skip=config.skip_broken)

@@ -78,7 +78,7 @@ class Check:
         what: the behaviour in words.
         body: the check itself; raises :class:`Unmet`, :class:`NotHere` or whatever the sandbox raises.
         within_s: seconds after which it counts as failed.
-        limit: the key of :attr:`SandboxProvider.limits` that it puts to the test.
+        limit: the key of :attr:`SandboxProvider.limits` that it puts to the test; skipped where that is not there.
     """
 
     name: str
@@ -94,6 +94,8 @@ class Check:
         Raises:
             NotHere: nothing can be said on this machine or backend.
         """
+        if self.limit is not None and self.limit not in subject.provider.limits:
+            raise NotHere(f"this backend does not bound {self.limit} on this machine")
         try:
             async with asyncio.timeout(self.within_s):
                 await self.body(subject)

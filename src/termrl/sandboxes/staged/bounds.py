@@ -52,11 +52,12 @@ class Bounds:
             The killed command (``None``: none), and whether it was for memory.
         """
         self.give_back()
-        used = files.inodes()
-        over = used > self.files and used > self._last_files
-        self._last_files = used
-        if over:
-            return cull(), False
+        if self.files:
+            used = files.inodes()
+            over = used > self.files and used > self._last_files
+            self._last_files = used
+            if over:
+                return cull(), False
         if self.memory:
             by_tag = processes.census()[1]
             held = {tag: sum(map(_resident_bytes, pids)) for tag, pids in by_tag.items()}

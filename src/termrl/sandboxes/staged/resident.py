@@ -20,11 +20,11 @@ import time
 
 from termrl.sandboxes import archive
 from termrl.sandboxes.output import BoundedOutput
-from termrl.sandboxes.staged import files, memory, processes
+from termrl.sandboxes.staged import files, look, memory, processes
 from termrl.sandboxes.staged.bounds import Bounds, Victims, cull, stop_and_kill_everyone
 from termrl.sandboxes.staged.launcher import reap, receive, wake_on_child
 
-_CONTROL = 3
+CONTROL = 3
 _SHELL = "/bin/bash"
 _DRAIN_S = 0.1
 _WATCH_S = 0.1
@@ -58,10 +58,10 @@ class Resident:
     """The state of one sandbox's first process."""
 
     def __init__(self) -> None:
-        self.control = _socket.socket(fileno=_CONTROL)
+        self.control = _socket.socket(fileno=CONTROL)
         self.poll = select.poll()
         self.wake = wake_on_child()
-        self.poll.register(_CONTROL, select.POLLIN)
+        self.poll.register(CONTROL, select.POLLIN)
         self.poll.register(self.wake, select.POLLIN)
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self.commands: dict[int, _Command] = {}
@@ -79,7 +79,7 @@ class Resident:
         self._send(b"hello")
         while True:
             for fd, _ in self.poll.poll(self._wait_ms()):
-                if fd == _CONTROL:
+                if fd == CONTROL:
                     self._request()
                 elif fd == self.wake:
                     os.read(self.wake, 4096)
@@ -203,6 +203,30 @@ class Resident:
         files.fresh_verify_folder()
         return []
 
+    def do_remove(self, _ident: int, _fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Remove files and folders. The descriptor holds their paths, with zeros between."""
+        size = os.fstat(fds[0]).st_size
+        for path in os.pread(fds[0], size, 0).split(b"\0"):
+            archive.remove(path)
+        return []
+
+    def do_list(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.standing_in` finds. Fields: folders."""
+        self._send_parts(ident, b"\0".join(look.standing_in(fields)))
+        return []
+
+    def do_census(self, ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.census` finds."""
+        self._send_parts(ident, b"\0".join(look.census()))
+        return []
+
+    def do_changes(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.changes` finds. Fields: since, workdir, names, folders, trees (one a line)."""
+        since, workdir, *lists = fields
+        names, folders, trees = ([part for part in each.split(b"\n") if part] for each in lists)
+        self._send_parts(ident, b"\0".join(look.changes(int(since), workdir, names, folders, trees)))
+        return []
+
     # -- commands ------------------------------------------------------------------------------------------------
 
     def _fork(self) -> int:
@@ -244,11 +268,19 @@ class Resident:
                 os.dup2(fds[0], 9)
             self.bounds.take()
             processes.wear_tag(ident)
+            self._step_down()
             os.execve(_SHELL, argv, environment)
         except BaseException as error:
             self._send(b"err", str(ident).encode(), b"command", f"the shell {_SHELL} cannot run: {error}".encode())
         finally:
             os._exit(127)
+
+    def _step_down(self) -> None:
+        """In the child, last of all: give up what a command must not have."""
+
+    def _out_of_memory(self) -> bool:
+        """Whether the kernel has killed for memory since the last time that this was asked."""
+        return False
 
     def _read(self, command: _Command) -> None:
         for _ in range(16):
@@ -303,7 +335,7 @@ class Resident:
         numbers = (int(command.timed_out), command.output.total, len(head))
         duration = f"{(command.ended or time.monotonic()) - command.started:.6f}"
         fields = [code, *(str(number).encode() for number in numbers), duration.encode()]
-        fields += [str(self.background).encode(), str(int(command.oom)).encode()]
+        fields += [str(self.background).encode(), str(int(self._out_of_memory() or command.oom)).encode()]
         self._send(b"done", str(command.ident).encode(), *fields)
 
     # -- time ----------------------------------------------------------------------------------------------------
@@ -388,7 +420,7 @@ def _reason(error: OSError) -> bytes:
     return where + os.fsencode(error.strerror or str(error))
 
 
-def _not_dumpable() -> None:
+def not_dumpable() -> None:
     """Make sure that no other process can look into this one, also where the execute-only program did not."""
     try:
         os.close(os.open("/proc/self/environ", os.O_RDONLY | os.O_CLOEXEC))
@@ -401,13 +433,18 @@ def _not_dumpable() -> None:
         sys.exit("cannot make the first process undumpable")
 
 
-def main() -> None:
-    """Take the socket over and serve."""
-    os.set_inheritable(_CONTROL, False)
+def ignore_signals() -> None:
+    """Ignore every signal that can be ignored, but for the ends of children."""
     for number in range(1, 65):
         if number not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, 32, 33):
             _signal.signal(number, _signal.SIG_IGN)
-    _not_dumpable()
+
+
+def main() -> None:
+    """Take the socket over and serve."""
+    os.set_inheritable(CONTROL, False)
+    ignore_signals()
+    not_dumpable()
     resident = Resident()
     os.dup2(resident.null, 2)
     os.umask(0o022)

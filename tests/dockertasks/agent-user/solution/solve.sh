@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+umask 077
+id -un > report.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sort names.txt > sorted.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+[ "$(id -un)" = worker ]
+echo mine > mine.txt

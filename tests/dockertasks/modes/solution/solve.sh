@@ -1,0 +1,4 @@
+#!/bin/bash
+set -e
+chmod 755 job.sh
+chmod 600 secret.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+/opt/tool/run > out.txt

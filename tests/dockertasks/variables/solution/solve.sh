@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+echo "$GREETING $IMAGE_WORD" > "$TARGET"
