@@ -212,3 +212,15 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path, given: list
 
 def test_stop_of_a_folder_without_a_launch_is_refused(tmp_path: Path, termrl: Termrl) -> None:
     assert termrl("stop", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_supervised_command_leaves_no_daemon(number: signal.Signals | None, tmp_path: Path) -> None:
+    script = "(setsid sleep 1000.25 &) ; echo $$ > up; " + ("exit 5" if number is None else "sleep 1000.25")
+    command = [sys.executable, "-m", "termrl.integrations.miles.launch.supervise", "bash", "-c", script]
+    process = subprocess.Popen(command, env=environ(SEEN=str(tmp_path / "seen.json")), cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "up").exists())
+    if number is not None:
+        process.send_signal(number)
+    assert process.wait(20) == (5 if number is None else 130)
+    assert ours(tmp_path) == []

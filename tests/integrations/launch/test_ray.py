@@ -22,6 +22,7 @@ from termrl.integrations.miles.launch import node
 from termrl.runs.files import read_jsonl
 from tests.integrations.launch.conftest import SOURCE, environ
 from tests.integrations.launch.fake_miles import fake_miles, rows, settings
+from tests.integrations.launch.test_processes import ours
 
 RAY = os.environ.get("TERMRL_TEST_RAY", "")
 
@@ -99,6 +100,7 @@ def test_steps_are_jobs_that_the_folder_records(cluster: Cluster, tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
+    assert ours(tmp_path) == []
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["argv"][:4] == ["--num-layers", "4", "--moe-layer-freq", "[0]*1+[1]*3"]
     assert "HF_TOKEN" not in seen["env"]
@@ -125,6 +127,7 @@ def test_interrupted_launch_stops_its_job(cluster: Cluster, tmp_path: Path) -> N
             time.sleep(0.2)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(60) == 130
+        assert ours(tmp_path) == []
     finally:
         launcher.kill()
         launcher.wait()

@@ -20,6 +20,7 @@ from termrl.settings import to_toml
 
 PROFILE = "profile.toml"
 SCRIPT = "launch.sh"
+SUPERVISE = "termrl.integrations.miles.launch.supervise"
 
 Say = Callable[[str], None]
 
@@ -70,7 +71,11 @@ def launch(profile: Profile, plan: Plan, run: Path, *, environ: Mapping[str, str
             say(f"{step.name}: left out, {step.unless} is there")
             continue
         say(f"{step.name}: begins; log: {run / 'logs' / f'{step.name}.log'}")
-        code = _run(step, plan, run, environ) if jobs is None else _submit(jobs, step, plan, run, say)
+        code = (
+            _run(step, plan, run, environ)
+            if jobs is None
+            else _submit(jobs, step, plan, run, say, python=profile.paths.python)
+        )
         if code:
             say(f"{step.name}: ended with code {code}")
             return code
@@ -111,13 +116,13 @@ def _run(step: Step, plan: Plan, run: Path, environ: Mapping[str, str]) -> int:
         raise RunError(f"{step.name}: {error.filename}: {error.strerror}") from None
 
 
-def _submit(jobs: RayJobs, step: Step, plan: Plan, run: Path, say: Say) -> int:
+def _submit(jobs: RayJobs, step: Step, plan: Plan, run: Path, say: Say, *, python: str) -> int:
     job = f"termrl-{run.name}-{step.name}-{uuid.uuid4().hex[:8]}"
     Records(run).add_job(step.name, job, jobs.address)
     log = run / "logs" / f"{step.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        jobs.submit(job, step.shell(), plan.env)
+        jobs.submit(job, [python, "-m", SUPERVISE, "bash", "-c", step.shell()], plan.env)
         say(f"{step.name}: Ray job {job}")
         status = jobs.follow(job, sys.stdout.buffer)
     except BaseException:

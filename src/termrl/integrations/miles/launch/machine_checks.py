@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -70,7 +69,7 @@ def _look(known: Known, wanted: node.Wanted) -> str:
     jobs = RayJobs(profile.cluster.ray_address)
     job = f"termrl-{known.run.name}-preflight-{uuid.uuid4().hex[:8]}"
     try:
-        jobs.submit(job, shlex.join([profile.paths.python, *words]), known.plan.env)
+        jobs.submit(job, [profile.paths.python, *words], known.plan.env)
         with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a device
             jobs.follow(job, nowhere)
         return jobs.logs(job)

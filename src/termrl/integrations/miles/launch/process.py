@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +25,7 @@ from termrl.runs.files import append_jsonl, read_jsonl
 
 RECORDS = "processes.jsonl"
 OWNER = "TERMRL_LAUNCH"
+INTERRUPTED = 130
 
 _LOOK_S = 0.2
 _RECORD_S = 1.0
@@ -109,20 +110,20 @@ def run_command(
             recorded = 0.0
             while child.poll() is None:
                 if time.monotonic() - recorded >= _RECORD_S:
-                    records.add(step, _below(before))
+                    records.add(step, below(before))
                     recorded = time.monotonic()
                 _pass_on(shown, out)
                 time.sleep(_LOOK_S)
             return child.returncode
         finally:
-            records.add(step, _below(before))
+            records.add(step, below(before))
             try:
-                end(lambda: _below(before))
+                end(lambda: below(before))
             except KeyboardInterrupt:
-                end(lambda: _below(before), grace_s=0.0)
+                end(lambda: below(before), grace_s=0.0)
                 raise
             child.wait()
-            _reap(_below(before))
+            _reap(below(before))
             _pass_on(shown, out)
 
 
@@ -186,7 +187,7 @@ def ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _below(before: set[int]) -> list[psutil.Process]:
+def below(before: Set[int] = frozenset()) -> list[psutil.Process]:
     """Every process below this one, but for the children that it had before and theirs."""
     found = []
     for child in psutil.Process().children():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from termrl.errors import ConfigError, TermrlError
@@ -37,11 +37,11 @@ class RayJobs:
         self.address = address
         self._client = _connect(address)
 
-    def submit(self, job: str, script: str, env: Mapping[str, str]) -> None:
-        """Submit a script for bash under an id of the caller's. ``env`` is kept by Ray in plain text."""
+    def submit(self, job: str, words: Sequence[str], env: Mapping[str, str]) -> None:
+        """Submit a command under an id of the caller's. ``env`` is kept by Ray in plain text."""
         try:
             self._client.submit_job(
-                entrypoint=shlex.join(["bash", "-c", script]),
+                entrypoint=shlex.join(words),
                 submission_id=job,
                 runtime_env={"env_vars": dict(env)},
             )
