@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
-from termrl.sandboxes import layout
+from termrl.sandboxes import layout, seccomp
 from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
@@ -173,7 +173,11 @@ class BubblewrapProvider(SandboxProvider):
                 argv = layout.bwrap_arguments(
                     self._stage, sandbox.tests, self._empty, storage_mb=storage_mb, label=label
                 )
-                launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
+                rules = seccomp.descriptor()
+                try:
+                    launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno(), rules])
+                finally:
+                    os.close(rules)
             await asyncio.wait_for(sandbox.started, START_S)
             await self._furnish(sandbox, storage_mb)
         except BaseException as error:
