@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-VERBS = ("train", "tasks", "validate", "export", "doctor", "sweep")
+VERBS = ("train", "serve", "tasks", "validate", "probe", "export", "doctor", "sweep")
 
 
 def termrl(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
