@@ -56,7 +56,7 @@ class BubblewrapProvider(SandboxProvider):
         self, *, state: Path | None = None, max_storage_mb: int = DEFAULT_STORAGE_MB, cgroups: str = "auto"
     ) -> None:
         folder = state_folder(state)
-        sweep(folder)
+        self.swept_first = sweep(folder).sandboxes
         self._stage: Stage = stage(folder)
         self._owner = Owner(folder)
         self._storage_mb = min(max_storage_mb, memory_mb() // 2)

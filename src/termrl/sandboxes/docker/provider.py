@@ -63,7 +63,7 @@ class DockerProvider(SandboxProvider):
         self.daemon = Connection(host, threads=threads)
         try:
             self._stage = stage(self._state, bubblewrap=False)
-            self.sweep()
+            self.swept_first = self.sweep().sandboxes
             self._networks = {one["Name"] for one in self.daemon.client.api.networks()}
         except BaseException:
             self.daemon.close()
