@@ -17,6 +17,7 @@ from termrl.sandboxes.base import RESOURCES
 from termrl.sandboxes.conformance import CHECKS, Check, Outcome, Subject, run_checks
 from termrl.sandboxes.conformance.check import small_spec
 
+_AT_ONCE = 4
 _WORDS = {"holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]"}
 
 
@@ -62,9 +63,10 @@ async def _run(
         spec = replace(small_spec(), host_userland=False, image=image) if image else small_spec()
         subject = Subject(provider, spec, backend=backend, settings=settings)
         with _progress(len(checks), quiet=quiet) as say:
-            async for outcome in run_checks(subject, checks):
+            async for outcome in run_checks(subject, checks, at_once=_AT_ONCE):
                 outcomes.append(outcome)
                 say(outcome, len(outcomes))
+        outcomes.sort(key=lambda outcome: checks.index(outcome.check))
         return outcomes, dict(provider.limits)
 
 
