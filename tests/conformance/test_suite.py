@@ -90,7 +90,7 @@ def no_timeout(sandbox: Any) -> None:
     real = sandbox.exec
 
     async def spoilt(command: str, **options: Any) -> ExecResult:
-        return await real(command, **{**options, "timeout_s": options["timeout_s"] + 6})
+        return await real(command, **{**options, "timeout_s": options["timeout_s"] + 3.5})
 
     sandbox.exec = spoilt
 
