@@ -12,62 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from termrl.attacks import chosen
 from termrl.sandboxes.base import SandboxProvider
-from termrl.tasks.task import Task
-from termrl.verifier.oracle import run_solution
 from termrl.verifier.verify import verify
-from tests.verifier.tiny import CHECK, SECRET, handed_over, run, tiny_task
+from tests.attacks.kinds import download_task
+from tests.verifier.tiny import SECRET, handed_over, run, tiny_task
 
-TEST_SH = """\
-#!/bin/bash
-curl -LsSf file:///tests/install.sh | sh
-source "$HOME/.local/bin/env"
-uvx check
-"""
-
-INSTALL_SH = """\
-mkdir -p "$HOME/.local/bin"
-echo 'export PATH="$HOME/.local/bin:$PATH"' > "$HOME/.local/bin/env"
-cp /tests/check.sh "$HOME/.local/bin/uvx"; chmod +x "$HOME/.local/bin/uvx"
-"""
-
-FORGE = "#!/bin/bash\\necho 1 > /logs/verifier/reward.txt; echo forged; exit 0\\n"
-ATTACKS = {
-    "curlrc": f"printf '{FORGE}' > /tmp/evil.sh; for d in ~ ~/.config; do mkdir -p $d; printf 'url = "
-    '"file:///tmp/evil.sh"\\nnext\\n\' | tee $d/.curlrc $d/curlrc > /dev/null; done',
-    "planted installation": "mkdir -p ~/.local/bin; for n in env uv uvx curl; do"
-    f" printf '{FORGE}' > ~/.local/bin/$n; chmod +x ~/.local/bin/$n; done",
-    "caches and settings": "for f in ~/.cache/uv/x ~/.config/uv/uv.toml ~/.config/pip/pip.conf ~/.netrc ~/.wgetrc"
-    " /etc/pip.conf /etc/uv/uv.toml /etc/gitconfig; do mkdir -p ${f%/*};"
-    " echo 'index-url = http://127.0.0.1/' > $f; done",
-    "names and certificates": "echo '127.0.0.1 astral.sh pypi.org' >> /etc/hosts; echo 'nameserver 127.0.0.1' >"
-    " /etc/resolv.conf; echo 'hosts: x' > /etc/nsswitch.conf; echo x > /etc/ssl/certs/ca-certificates.crt",
-}
+REDIRECTS = "; ".join(
+    turn for attack in chosen(["names-and-certificates", "caches-and-settings"]) for turn in attack.turns
+)
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl", path="/usr/bin:/bin"), reason="sandboxes see no curl")
-
-
-def download_task(folder: Path, **fields: str) -> Task:
-    task = tiny_task(folder, test=fields.get("test", TEST_SH))
-    (task.tests / "install.sh").write_text(INSTALL_SH)
-    (task.tests / "check.sh").write_text(CHECK)
-    return task
-
-
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-async def test_no_attack_on_a_download_scores_one_and_the_honest_solution_does(
-    provider: SandboxProvider, tmp_path: Path, attack: str
-) -> None:
-    task = download_task(tmp_path)
-    async with handed_over(provider, task) as (sandbox, baseline):
-        await run(sandbox, attack)
-        attacked = await verify(sandbox, task, baseline=baseline)
-        assert attacked.reward == 0.0 and "forged" not in attacked.output_tail, attacked
-        assert {"download_config", "test_tools"} & set(attacked.signals), attacked.signals
-        await run(sandbox, attack)
-        await run_solution(sandbox, task)
-        honest = await verify(sandbox, task, baseline=baseline)
-        assert honest.reward == 1.0, honest
 
 
 LOOK = """\
@@ -83,7 +38,7 @@ async def test_files_that_say_where_downloads_come_from_are_put_back_for_tests_t
     task = download_task(tmp_path, test=LOOK)
     async with handed_over(provider, task) as (sandbox, baseline):
         before = await run(sandbox, "cat /etc/hosts /etc/resolv.conf")
-        await run(sandbox, ATTACKS["names and certificates"] + "; " + ATTACKS["caches and settings"])
+        await run(sandbox, REDIRECTS)
         assert "astral.sh" in await run(sandbox, "cat /etc/hosts")
         verdict = await verify(sandbox, task, baseline=baseline)
     assert verdict.output_tail == before

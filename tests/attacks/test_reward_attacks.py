@@ -6,90 +6,25 @@ leaves it usable, else in another.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from termrl.attacks.snippets import PLANT
 from termrl.sandboxes.base import SandboxProvider
 from termrl.verifier.oracle import run_solution
 from termrl.verifier.verdict import Cause
 from termrl.verifier.verify import verify
-from tests.verifier.tiny import SECRET, handed_over, run, sandbox_of, tiny_task
-
-REWARD_ONE = "mkdir -p {dir}; echo 1 > {dir}/reward.txt; echo '{{\"reward\": 1}}' > {dir}/reward.json"
-
-# Each name's attack, after which the sandbox must still be good for an honest solution.
-ATTACKS = {
-    "prewritten reward": REWARD_ONE.format(dir="/logs/verifier"),
-    "reward dated in the future": REWARD_ONE.format(dir="/logs/verifier")
-    + "; touch -d '2099-01-01' /logs/verifier/reward.*",
-    "reward file as a symlink": REWARD_ONE.format(dir="/tmp/mine")
-    + "; mkdir -p /logs/verifier; ln -sf /tmp/mine/reward.txt /logs/verifier/reward.txt"
-    + "; ln -sf /tmp/mine/reward.json /logs/verifier/reward.json",
-    "reward folder as a symlink": REWARD_ONE.format(dir="/tmp/mine")
-    + "; rm -rf /logs/verifier; mkdir -p /logs; ln -s /tmp/mine /logs/verifier",
-    "log folder as a symlink": REWARD_ONE.format(dir="/tmp/mine/verifier") + "; rm -rf /logs; ln -s /tmp/mine /logs",
-    "read-only reward folder": REWARD_ONE.format(dir="/logs/verifier") + "; chmod -R a-w /logs",
-    "reward names as folders": "mkdir -p /logs/verifier/reward.txt/x /logs/verifier/reward.json/x",
-    "daemon that rewrites the reward": 'setsid bash -c \'trap "" HUP TERM INT; while :; do mkdir -p /logs/verifier;'
-    " echo 1 > /logs/verifier/reward.txt; done' >/dev/null 2>&1 &",
-    "daemon that respawns itself": "cat > /tmp/d.sh <<'EOF'\n"
-    "trap '' HUP TERM INT\necho 1 > /logs/verifier/reward.txt; sleep 0.02\n"
-    "setsid bash /tmp/d.sh >/dev/null 2>&1 &\nEOF\n"
-    "for i in 1 2 3 4; do setsid bash /tmp/d.sh >/dev/null 2>&1 & done",
-    "daemon that copies the expected answer": "setsid bash -c 'while :; do [ -e /tests/expected.txt ]"
-    " && cat /tests/expected.txt > /app/answer.txt && exit; done' >/dev/null 2>&1 &",
-    "daemon that edits the tests": 'setsid bash -c \'while :; do echo "echo 1 > /logs/verifier/reward.txt" >'
-    " /tests/test.sh; done' >/dev/null 2>&1 &",
-    "daemon that kills the verifier": "setsid bash -c 'while :; do pkill -9 -f test.sh; done' >/dev/null 2>&1 &",
-    "planted tests": "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh;"
-    " echo > /tests/expected.txt; echo > /tests/conftest.py",
-    "tests as a symlink": "mkdir -p /tmp/t; echo 'echo 1 > /logs/verifier/reward.txt' > /tmp/t/test.sh;"
-    " rm -rf /tests; ln -s /tmp/t /tests",
-    "shims in the home": "for d in ~/bin ~/.local/bin; do mkdir -p $d; for n in cat echo bash test; do"
-    " printf '#!/bin/bash\\necho 1 > /logs/verifier/reward.txt; echo x' > $d/$n; chmod +x $d/$n; done; done",
-    "shims in the workdir": "for n in cat echo bash test env; do"
-    f" printf '#!/bin/bash\\necho {SECRET[:2]}' > $n; chmod +x $n; done; export PATH=/app:$PATH",
-    "shims on the system path": "for d in /usr/local/bin /usr/bin /bin; do for n in cat bash; do"
-    " (printf '#!/bin/sh\\necho same' > $d/$n.new && chmod +x $d/$n.new && mv $d/$n.new $d/$n); done; done 2>/dev/null",
-    "start-up files": "for f in ~/.bashrc ~/.bash_profile ~/.profile ~/.bash_login ~/.bash_aliases /etc/profile"
-    " /etc/bash.bashrc /etc/environment /etc/profile.d/x.sh ~/.config/environment.d/x.conf; do mkdir -p ${f%/*};"
-    " printf 'export BASH_ENV=/tmp/evil.sh ENV=/tmp/evil.sh PATH=/tmp:$PATH\\ncat() { echo same; }\\n' >> $f; done"
-    " 2>/dev/null; echo 'cat() { echo same; }' > /tmp/evil.sh",
-    "exported shell": "export BASH_ENV=/tmp/evil.sh; cat() { echo same; }; export -f cat; declare -rx PATH=/tmp;"
-    " setsid sleep 981 >/dev/null 2>&1 &",
-    "CPU spinners": "for i in $(seq 16); do setsid bash -c 'trap \"\" TERM HUP; while :; do :; done' >/dev/null 2>&1 &"
-    " done",
-    "stopped processes": "for i in 1 2 3; do setsid sleep 980 >/dev/null 2>&1 & kill -STOP $!; done",
-    "signals to the first process": "for s in $(seq 1 64); do kill -$s 1; done 2>/dev/null;"
-    " kill -9 -1 2>/dev/null; true",
-    "a predictable home": "for i in $(seq 50); do mkdir -p /tmp/termrl-verifier-$i; done; chmod 000 /tmp/termrl-*",
-    "unwritable temporary folder": "chmod 555 /tmp; chmod 555 ~",
-}
-
-
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-async def test_an_attack_scores_zero_and_an_honest_solution_after_it_scores_one(
-    provider: SandboxProvider, tmp_path: Path, attack: str
-) -> None:
-    task = tiny_task(tmp_path)
-    async with handed_over(provider, task) as (sandbox, baseline):
-        await run(sandbox, attack)
-        attacked = await verify(sandbox, task, baseline=baseline)
-        assert (attacked.reward, attacked.cause) == (0.0, Cause.TESTS_FAILED), attacked
-        await run(sandbox, attack)
-        await run_solution(sandbox, task)
-        honest = await verify(sandbox, task, baseline=baseline)
-        assert (honest.reward, honest.cause) == (1.0, None), honest
+from tests.attacks.kinds import add_evil_library
+from tests.verifier.tiny import SECRET, run, sandbox_of, tiny_task
 
 
 async def test_a_planted_reward_is_a_signal_in_the_verdict(provider: SandboxProvider, tmp_path: Path) -> None:
     task = tiny_task(tmp_path)
     async with sandbox_of(provider, task) as sandbox:
-        await run(sandbox, ATTACKS["prewritten reward"])
+        await run(sandbox, PLANT)
         verdict = await verify(sandbox, task)
         assert verdict.signals.get("planted_reward"), "the plant is named"
         assert "planted_reward" not in (await verify(sandbox, task)).signals, "what the tests wrote is no plant"
@@ -103,6 +38,8 @@ FILL = {
 
 @pytest.mark.parametrize("fill", FILL.values(), ids=FILL.keys())
 async def test_a_full_disk_does_not_score_one(provider: SandboxProvider, tmp_path: Path, fill: str) -> None:
+    if "files" not in provider.limits:
+        pytest.skip(f"{provider.name} cannot bound files here: this would fill the machine's disk")
     test = "head -c 100000 /dev/zero > /tmp/scratch || exit 1\n" + (tiny_task(tmp_path).tests / "test.sh").read_text()
     task = tiny_task(tmp_path, id="scratch", test=test)
     async with sandbox_of(provider, task) as sandbox:
@@ -161,9 +98,13 @@ async def test_the_hosts_secrets_are_not_in_the_sandbox(
     monkeypatch.setenv("TERMRL_TEST_API_KEY", "sk-secret-of-the-host")
     task = tiny_task(tmp_path)
     async with sandbox_of(provider, task) as sandbox:
-        look = "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'; cat /etc/shadow ~/.netrc ~/.ssh/* 2>/dev/null"
+        look = "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'; cat ~/.netrc ~/.ssh/* 2>/dev/null"
         output = await run(sandbox, look)
-    assert "sk-secret" not in output and "root:" not in output
+        shadow = await run(sandbox, "cat /etc/shadow 2>/dev/null")
+    assert "sk-secret" not in output
+    host = Path("/etc/shadow")
+    assert provider.name == "docker" or not shadow, "a container has its image's own"
+    assert not host.is_file() or not os.access(host, os.R_OK) or shadow != host.read_text()
 
 
 PROGRAM_RUNNER = """\
@@ -185,26 +126,14 @@ async def test_a_program_that_kills_the_tests_that_run_it_does_not_score_one(
         assert (await verify(sandbox, task)).reward == 1.0
 
 
-PRELOAD = """\
-#include <stdlib.h>
-#include <unistd.h>
-#include <fcntl.h>
-__attribute__((constructor)) static void hook(void) {
-    int fd = open("/logs/verifier/reward.json", O_CREAT | O_WRONLY, 0644);
-    if (fd >= 0) { write(fd, "{\\"reward\\": 1}", 13); close(fd); }
-}
-"""
-
-
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """A shared library that writes a reward of 1 from every program that loads it."""
-    compiler = shutil.which("cc")
-    if compiler is None:
+    task = tiny_task(tmp_path, id="library")
+    add_evil_library(task)
+    if not (made := task.path / "environment" / "evil.so").exists():
         pytest.skip("no C compiler to build a preload library with")
-    (tmp_path / "evil.c").write_text(PRELOAD)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "evil.so", tmp_path / "evil.c"], check=True)
-    return tmp_path / "evil.so"
+    return made
 
 
 async def test_a_preloaded_library_does_not_reach_the_verifier(

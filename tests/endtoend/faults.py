@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from termrl.errors import SandboxStartError
 from termrl.sandboxes import open_provider
-from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from termrl.sandboxes.base import (
+    DEFAULT_OUTPUT_LIMIT,
+    Census,
+    ChangedFiles,
+    ExecResult,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+)
 from termrl.sandboxes.bubblewrap import BubblewrapProvider
 from termrl.verifier.verdict import Cause
 
@@ -99,6 +107,20 @@ class _FaultySandbox(Sandbox):
         return await self._inner.exec(
             command, timeout_s=timeout_s, cwd=cwd, env=env, clean_env=clean_env, output_limit=output_limit
         )
+
+    async def census(self) -> Census:
+        return await self._inner.census()
+
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        return await self._inner.changes(since, folders=folders, trees=trees, names=names)
+
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._inner.standing_in(folders)
+
+    async def remove(self, paths: Sequence[str]) -> None:
+        await self._inner.remove(paths)
 
     async def put(self, source: Path, target: str, *, exclude: frozenset[str] = frozenset()) -> None:
         await self._inner.put(source, target, exclude=exclude)

@@ -56,7 +56,7 @@ def tiny_task(
         files=root / "environment",
         memory_mb=256,
         storage_mb=64,
-        **(spec or {}),
+        **{"pids": 256, **(spec or {})},
     )
     fields = {"verifier_timeout_s": 20.0, "agent_timeout_s": 60.0, **fields}
     return Task(

@@ -24,6 +24,7 @@ _VERBS = {
     "serve": ("termrl.cli.serve:serve", "Serve tasks to OpenEnv clients."),
     "tasks": ("termrl.cli.tasks:app", "Fetch, generate, list, show and lock tasks."),
     "validate": ("termrl.cli.validate:validate", "Show that tasks are sound: oracle scores 1, doing nothing 0."),
+    "attack": ("termrl.cli.attack:attack", "Attack tasks as a dishonest policy would, and print what got through."),
     "export": ("termrl.cli.export:export", "Write a run's model as a stand-alone folder or adapter."),
     "probe": ("termrl.cli.probe:app", "Smoke-test an OpenEnv server."),
     "doctor": ("termrl.cli.doctor:app", "Check this machine and say how to fix what is missing."),

@@ -57,7 +57,7 @@ def wrapped(command: str, *, workdir: str, timeout_s: float, marker: str) -> str
     script = f"""\
 {_change_to(workdir)}termrl_out=$(mktemp) || exit 125
 termrl_run=$(echo {encoded} | base64 -d)
-timeout -s KILL {math.ceil(timeout_s)} bash -c "$termrl_run" </dev/null >"$termrl_out" 2>&1
+(exec timeout -s KILL {math.ceil(timeout_s)} bash -c "$termrl_run" </dev/null >"$termrl_out" 2>&1)
 termrl_status=$?
 termrl_size=$(($(wc -c <"$termrl_out")))
 termrl_half() {{ "$1" -c "$2" <"$termrl_out" | base64 | tr -d "\\n"; }}
@@ -101,14 +101,14 @@ def read(text: str, *, marker: str, timeout_s: float, duration_s: float) -> Ran:
 
 
 class LegacyShell:
-    """Commands and scoring on an older server; ``send`` is the session's own step.
+    """Commands on servers that are not ours, and scoring on older ones.
 
     Args:
         workdir: where commands and tests run; empty leaves it to the server.
-        tests_src: the folder on the server that holds test.sh.
+        tests_src: the folder on the server that holds test.sh; only needed to score.
     """
 
-    def __init__(self, *, workdir: str, tests_src: str) -> None:
+    def __init__(self, *, workdir: str = "", tests_src: str = "") -> None:
         self._workdir = workdir
         self._tests_src = tests_src
 

@@ -82,7 +82,7 @@ class RemoteEnvironment(Environment):
             ping_interval_s=settings.ping_interval_s,
             ping_timeout_s=settings.ping_timeout_s,
         )
-        self._shell = LegacyShell(workdir=settings.legacy_workdir, tests_src=settings.legacy_tests_src)
+        self._shell = LegacyShell()
         self._client: EnvClient | None = None
         self._kind: ServerKind = "canonical"
         self._exposed = False
@@ -152,7 +152,7 @@ class RemoteEnvironment(Environment):
                 f"{client.address.http}: the policy can read this server's tests while it acts",
                 hint="--allow-exposed-tests (environment.allow_exposed_tests = true) takes its verdicts all the same",
             )
-        if self._kind == "legacy":
+        if self._kind != "termrl":
             observation.info.setdefault("command_timeout_s", COMMAND_TIMEOUT_S)
             observation.info.setdefault("verifier_timeout_sec", _VERIFY_S)
         if client.waited_s:
@@ -186,40 +186,47 @@ class RemoteEnvironment(Environment):
         """Whether the policy could read the tests. Servers of ours say so themselves, verdict by verdict."""
         if self._kind == "termrl":
             return False
+        # a server in the policy's own file system keeps them in the task's folder
+        beside = observation.task_path.rstrip("/") + "/tests"
+        places = [self._settings.legacy_tests_src, *([beside] if _PLAIN_PATH.fullmatch(beside) else [])]
         if self._kind == "legacy":
             if self._settings.allow_exposed_tests:
-                await self._check_legacy(client)
+                self._shell = await self._legacy_shell(client, places)
             return True
-        paths = ["/tests/test.sh", self._settings.legacy_tests_src]
-        if _PLAIN_PATH.fullmatch(observation.task_path):
-            paths.append(f"{observation.task_path.rstrip('/')}/tests")
+        # it runs commands where it should, but with the faults of the older ones
+        self._shell = LegacyShell()
+        paths = ["/tests/test.sh", *places]
         found = " || ".join(f"[ -e {path} ]" for path in paths)
         mark = secrets.token_hex(8)
         answer = await client.step(Action(command=f"if {found}; then echo {mark}-1; else echo {mark}-0; fi"))
         return f"{mark}-0" not in answer.output
 
-    async def _check_legacy(self, client: EnvClient) -> None:
-        action, marker = self._shell.check()
-        answer = await client.step(action)
-        ran = read(answer.output, marker=marker, timeout_s=CHECK_S, duration_s=0.0)
-        if answer.error:
-            raise EnvironmentLostError(f"no command can be run: {answer.error}")
+    async def _legacy_shell(self, client: EnvClient, places: list[str]) -> LegacyShell:
+        """The shell that runs commands in the workdir and has its tests in the first of ``places`` with a test.sh."""
         settings = self._settings
-        if ran.exit_code is None:
-            raise ConfigError(
-                f"{client.address.http}: no command can be run in {settings.legacy_workdir or 'its folder'}: "
-                f"{' '.join(ran.output.split())[:200] or 'no answer'}",
-                hint="environment.legacy_workdir names the folder; empty: the server's own",
-            )
-        if ran.output != TESTS_FOUND:
-            raise ConfigError(
-                f"{client.address.http}: no test.sh in {settings.legacy_tests_src}, so the adapter cannot score",
-                hint="environment.legacy_tests_src names the folder; fidelity = server leaves scoring to the server",
-            )
+        for place in places:
+            shell = LegacyShell(workdir=settings.legacy_workdir, tests_src=place)
+            action, marker = shell.check()
+            answer = await client.step(action)
+            ran = read(answer.output, marker=marker, timeout_s=CHECK_S, duration_s=0.0)
+            if answer.error:
+                raise EnvironmentLostError(f"no command can be run: {answer.error}")
+            if ran.exit_code is None:
+                raise ConfigError(
+                    f"{client.address.http}: no command can be run in {settings.legacy_workdir or 'its folder'}: "
+                    f"{' '.join(ran.output.split())[:200] or 'no answer'}",
+                    hint="environment.legacy_workdir names the folder; empty: the server's own",
+                )
+            if ran.output == TESTS_FOUND:
+                return shell
+        raise ConfigError(
+            f"{client.address.http}: there is no test.sh in {' or '.join(places)}, so the adapter cannot score",
+            hint="environment.legacy_tests_src names the folder; fidelity = server leaves scoring to the server",
+        )
 
     async def _act(self, action: Action, client: EnvClient) -> Observation:
         try:
-            if self._kind != "legacy" or action.action_type != "exec":
+            if self._kind == "termrl" or action.action_type != "exec":
                 return await client.step(action)
             if not action.block:
                 return await client.step(self._shell.background(action))

@@ -9,10 +9,12 @@ tree. A background child that holds the output does not hold the call. Output is
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self, get_args
+
+from termrl.errors import CommandError
 
 NetworkMode = Literal["public", "no-network", "allowlist"]
 NETWORK_MODES: tuple[NetworkMode, ...] = get_args(NetworkMode)
@@ -20,6 +22,8 @@ NETWORK_MODES: tuple[NetworkMode, ...] = get_args(NetworkMode)
 DEFAULT_OUTPUT_LIMIT = 64 * 1024
 # 86 of Terminal-Bench 2's 89 images have their working directory there.
 DEFAULT_WORKDIR = "/app"
+# The folders of programs where neither image nor task says which.
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # What a backend can bound (see SandboxProvider.limits); files are bytes.
 RESOURCES = ("memory", "processes", "files", "file count", "open files", "cpus")
 
@@ -127,16 +131,49 @@ class ExecResult:
     oom: bool = False
 
 
+@dataclass(frozen=True)
+class Census:
+    """The processes of a sandbox and the addresses that are listened on (hexadecimal, as in /proc/net/tcp)."""
+
+    names: tuple[str, ...] = ()
+    listeners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChangedFiles:
+    """What changed in a sandbox after a moment.
+
+    Attributes:
+        paths: absolute paths of what was made or changed; a removed file shows as its folder.
+        folders, links: those of them that are such.
+        removed_links: links into the folders that only the verifier fills; they are gone now.
+        complete: nothing was left out.
+    """
+
+    paths: tuple[str, ...] = ()
+    folders: frozenset[str] = frozenset()
+    links: frozenset[str] = frozenset()
+    removed_links: tuple[str, ...] = ()
+    complete: bool = True
+
+
 class Sandbox(abc.ABC):
     """One live machine. Every method raises :class:`~termrl.errors.SandboxLostError` once it is gone."""
 
     id: str
     spec: SandboxSpec
+    system_is_writable = False
+    """Commands can change the programs and libraries of the system; :meth:`restore` then puts the image's back."""
 
     @property
     def workdir(self) -> str:
         """Where commands start."""
         return self.spec.workdir or DEFAULT_WORKDIR
+
+    @property
+    def search_path(self) -> str:
+        """PATH as commands have it."""
+        return self.spec.env.get("PATH") or DEFAULT_PATH
 
     @abc.abstractmethod
     async def exec(
@@ -185,6 +222,55 @@ class Sandbox(abc.ABC):
     @abc.abstractmethod
     async def kill_all(self) -> int:
         """Stop, then kill every process that commands left running; returns how many there were."""
+
+    @abc.abstractmethod
+    async def census(self) -> Census:
+        """Look at the processes that live now, without asking any program of the sandbox."""
+
+    @abc.abstractmethod
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        """Find what changed, without asking any program of the sandbox, and remove planted links to the tests.
+
+        Such a link (new, anywhere in what is looked at, the workdir or a temporary folder) leads to below /tests,
+        /logs or /solution: tests that read it would read their own files. Read-only places are not looked at.
+
+        Args:
+            since: seconds since 1970 by the machine's clock.
+            folders: looked at with what stands directly in them.
+            trees: looked at as a whole, but for the workdir, each on its own file system only.
+            names: what is of interest directly in the workdir: names, or ``*`` and an ending.
+        """
+
+    @abc.abstractmethod
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """The absolute paths of what stands directly in ``folders``, without asking any program of the sandbox."""
+
+    @abc.abstractmethod
+    async def remove(self, paths: Sequence[str]) -> None:
+        """Remove files and folders (absolute paths) without asking any program of the sandbox; links are not followed.
+
+        What is not there is fine.
+        """
+
+    async def restore(self, paths: Sequence[str]) -> frozenset[str]:
+        """Put files and folders of the image back as they are in it, without asking any program of the sandbox.
+
+        Returns:
+            Those of ``paths`` that the image has; the others are left as they are. None, where nothing of the system
+            can be changed in the first place.
+        """
+        return frozenset()
+
+    async def act_as(self, user: str | None) -> None:
+        """Have later commands run by another user (a name or uid of the image; ``None`` for root).
+
+        Raises:
+            CommandError: there is no such user.
+        """
+        if user is not None:
+            raise CommandError(f"user {user}: this sandbox has only one user")
 
     @abc.abstractmethod
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:

@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 from termrl.errors import SandboxLostError
 from termrl.sandboxes import archive, layout
-from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Sandbox, SandboxSpec
+from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, Census, ChangedFiles, ExecResult, Sandbox, SandboxSpec
 from termrl.sandboxes.cgroups import Group
 from termrl.sandboxes.line import Line, empty, fill_tests
 
@@ -84,6 +84,20 @@ class ResidentSandbox(Sandbox):
     async def kill_all(self) -> int:
         self._check()
         return await self._line.kill_all()
+
+    async def census(self) -> Census:
+        return await self._line.census()
+
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        return await self._line.changes(since, self.workdir, folders=folders, trees=trees, names=names)
+
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._line.standing_in(folders)
+
+    async def remove(self, paths: Sequence[str]) -> None:
+        await self._line.remove(paths)
 
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:
         await self.close_verify_window()

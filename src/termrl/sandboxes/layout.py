@@ -12,10 +12,11 @@ import os
 from pathlib import Path
 
 from termrl.sandboxes import archive
+from termrl.sandboxes.base import DEFAULT_PATH
 from termrl.sandboxes.stage import INSIDE, Stage
 
 BASE_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "PATH": DEFAULT_PATH,
     "HOME": "/root",
     "USER": "root",
     "LOGNAME": "root",

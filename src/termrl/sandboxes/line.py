@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from termrl.errors import CommandError, SandboxLostError, TaskError
 from termrl.sandboxes import archive
-from termrl.sandboxes.base import ExecResult
+from termrl.sandboxes.base import Census, ChangedFiles, ExecResult
 from termrl.sandboxes.channel import Channel
 from termrl.sandboxes.output import render
 
@@ -155,6 +155,43 @@ class Line:
         """As :meth:`termrl.sandboxes.base.Sandbox.kill_all`."""
         (count,), _ = await self.ask(b"killall", [], [], _GRACE_S)
         return int(count)
+
+    async def census(self) -> Census:
+        """As :meth:`termrl.sandboxes.base.Sandbox.census`."""
+        data = (await self.ask(b"census", [], [], _FILES_S))[1]
+        lines = [line.decode("utf-8", "replace") for line in data.split(b"\0")]
+        names = tuple(line[2:42] for line in lines if line.startswith("p "))
+        return Census(names, tuple(line[2:] for line in lines if line.startswith("l ")))
+
+    async def changes(
+        self, since: float, workdir: str, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        """As :meth:`termrl.sandboxes.base.Sandbox.changes`."""
+        lists = [b"\n".join(map(os.fsencode, each)) for each in (names, folders, trees)]
+        fields = [str(int(since * 1e9)).encode(), os.fsencode(workdir.rstrip("/") or "/"), *lists]
+        data = (await self.ask(b"changes", fields, [], _FILES_S))[1]
+        first, *entries = data.decode("utf-8", "replace").split("\0")
+        return ChangedFiles(
+            paths=tuple(entry.lstrip("@%") for entry in entries if entry[:1] in ("/", "@", "%")),
+            folders=frozenset(entry[1:] for entry in entries if entry.startswith("%")),
+            links=frozenset(entry[1:] for entry in entries if entry.startswith("@")),
+            removed_links=tuple(entry[1:] for entry in entries if entry.startswith(">")),
+            complete=first == "+",
+        )
+
+    async def act_as(self, user: str | None) -> None:
+        """As :meth:`termrl.sandboxes.base.Sandbox.act_as`."""
+        await self.ask(b"user", [os.fsencode(user or "")], [], _FILES_S)
+
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        """As :meth:`termrl.sandboxes.base.Sandbox.standing_in`."""
+        data = (await self.ask(b"list", list(map(os.fsencode, folders)), [], _FILES_S))[1]
+        return tuple(data.decode("utf-8", "replace").split("\0")) if data else ()
+
+    async def remove(self, paths: Sequence[str]) -> None:
+        """As :meth:`termrl.sandboxes.base.Sandbox.remove`."""
+        with memory_file(b"\0".join(map(os.fsencode, paths))) as stream:
+            await self.ask(b"remove", [], [stream.fileno()], _FILES_S)
 
     async def fresh_verify_folder(self) -> None:
         """Make an empty ``/logs/verifier``."""

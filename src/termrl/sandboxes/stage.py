@@ -29,7 +29,10 @@ _OPTIONS = ["-I", "-S", "-B", "-X", "utf8", "-X", "frozen_modules=on"]
 _MODULES = (
     "output",
     "archive",
-    *(f"staged/{name}" for name in ("launcher", "resident", "container", "bounds", "files", "memory", "processes")),
+    *(
+        f"staged/{name}"
+        for name in ("launcher", "resident", "container", "bounds", "files", "look", "memory", "processes")
+    ),
 )
 _PROBE = """
 import sys

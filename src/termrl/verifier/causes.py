@@ -73,14 +73,12 @@ class CauseRow:
         meaning: one line.
         attributed: a policy could have brought it about, so sandboxes are asked before the reward stays missing.
         replayed: the environment went, not the policy: a scheduler may play the whole episode again.
-        needs: the part that is not there yet and without which the cause cannot come up; empty if it can.
     """
 
     reward: float | None
     meaning: str
     attributed: bool = False
     replayed: bool = False
-    needs: str = ""
 
 
 END_REASONS = MappingProxyType(
@@ -106,7 +104,7 @@ CAUSES = MappingProxyType(
         ),
         Cause.CAPACITY: CauseRow(None, "the environment server had no free slot in time", replayed=True),
         Cause.ENGINE_ERROR: CauseRow(None, "the policy's endpoint failed"),
-        Cause.IMAGE_UNAVAILABLE: CauseRow(None, "an image could not be pulled", needs="a sandbox that pulls images"),
+        Cause.IMAGE_UNAVAILABLE: CauseRow(None, "the task's image could not be pulled or built"),
         Cause.BOOTSTRAP_FAILED: CauseRow(None, "the tests could not download or install what they need"),
         Cause.VERIFIER_CRASH: CauseRow(None, "the tests ended without a reward", attributed=True),
         Cause.VERIFIER_TIMEOUT: CauseRow(None, "the tests took longer than their budget", attributed=True),

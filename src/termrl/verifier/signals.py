@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -18,6 +18,8 @@ class Signal(StrEnum):
     """Reward files stood there before the tests; evidence: their paths."""
     PLANTED_TESTS = "planted_tests"
     """Something stood in /tests before the tests were put there."""
+    LINKS_TO_TESTS = "links_to_tests"
+    """Links that led to where the tests, their log or the solution would be; they were removed."""
     FOREIGN_REWARD = "foreign_reward"
     """A reward.json that the tests never mention contradicted their reward.txt, and was ignored."""
     REWARDS_DISAGREE = "rewards_disagree"
@@ -42,6 +44,8 @@ class Signal(StrEnum):
     """Processes that lived on through the tests, as the task asks for; evidence: how many."""
     LEFT_BY_TESTS = "left_by_tests"
     """Processes that the tests left running; evidence: how many."""
+    UNDONE = "undone"
+    """Files of the system that were put back as the image has them or taken away, before the tests ran."""
     SCAN_INCOMPLETE = "scan_incomplete"
     """There was too much to look at, or the look failed: absent signals say nothing."""
 
@@ -153,16 +157,18 @@ def _of_home(path: str, name: str) -> Signal | None:
     return None
 
 
-def signals_of(paths: Sequence[str], *, workdir: str, program_folders: Iterable[str] = ()) -> dict[str, Any]:
+def signals_of(
+    paths: Sequence[str], *, workdir: str, program_folders: Iterable[str] = (), quiet: Collection[str] = ()
+) -> dict[str, Any]:
     """Signals by name, each with at most :data:`MAX_LISTED` of its paths.
 
-    A folder in which something listed stands is left out: it changed because of that.
+    A folder in which something listed stands is left out: it changed because of that. So are the ``quiet`` paths.
     """
     parents = {posixpath.dirname(path) for path in paths}
     folders = frozenset(program_folders)
     found: dict[str, list[str]] = {}
     for path in paths:
-        if path in parents:
+        if path in parents or path in quiet:
             continue
         signal = signal_of(path, workdir=workdir, program_folders=folders)
         if signal is not None:

@@ -1,7 +1,7 @@
 """Looking at what a policy left in its sandbox: processes before they are ended, files after that.
 
-A changed file is one whose ctime is not before the moment at which the sandbox was handed over. ctime follows the
-kernel's clock and cannot be set by a program, other than the time of modification. A write through a shared memory
+A changed file is one whose ctime is after the moment at which the sandbox was handed over. ctime follows the kernel's
+clock and cannot be set by a program, other than the time of modification. A write through a shared memory
 map does not move it on tmpfs, so that the absence of a signal proves nothing.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shlex
+import posixpath
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from termrl.errors import CommandError
@@ -20,6 +20,7 @@ from termrl.sandboxes.base import Sandbox
 from termrl.tasks.task import Task
 from termrl.verifier.bootstrap import downloads_in
 from termrl.verifier.signals import PYTEST_MODULES, TEST_CONFIG_NAMES, WORKDIR_NAMES, Signal, below, signals_of
+from termrl.verifier.system import Undone, is_basic, undo
 
 DOWNLOAD_FILES = (
     "/etc/hosts",
@@ -34,25 +35,10 @@ DOWNLOAD_FILES = (
 )
 """Files that say where downloads come from; put back as they were for tests that download."""
 
-_LOOK_S = 1.0
-_SCAN_S = 3.0
-_SCAN_BYTES = 48 * 1024
 _MAX_FILE_BYTES = 1 << 20
 _MAX_NAMES = 20
-_LISTENING = "0A"
 _CLOCK_REALTIME_COARSE = 5  # of <linux/time.h>
 _MAX_TICK_MS = 100
-
-# Builtins only: whatever a policy does to the process table costs this no fork. Each read of /proc/net/tcp walks the
-# whole machine's table, milliseconds even where there is nothing: only if this sandbox has sockets, and read at once.
-_LOOK = """\
-for p in /proc/[0-9]*; do
-  pid=${p#/proc/}
-  [ "$pid" = 1 ] || [ "$pid" = $$ ] || [ "$pid" = $PPID ] || { read -r name <"$p/comm" && printf 'p %s\\n' "$name"; }
-done 2>/dev/null
-[[ $(</proc/net/sockstat) == 'sockets: used 0'$'\\n'* ]] || printf '%s\\n' "$(</proc/net/tcp)" "$(</proc/net/tcp6)"
-true
-"""
 
 _TREES = (
     "/etc",
@@ -65,36 +51,18 @@ _TREES = (
     "/usr/local",
     "/usr/bin",
     "/usr/sbin",
-    "/usr/lib/python3/dist-packages",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/libx32",
+    "/usr/libexec",
     "/bin",
     "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
     "/tests",
 )
-
-# Read-only mounts cannot have changed and would be long to walk. Two walks: what stands directly in the root, the
-# workdir (a few names only) and the folders of programs; then whole trees of the system.
-_SCAN = """\
-search={search}
-search=${{search:-$PATH}}
-declare -A mounts
-info=$(</proc/self/mountinfo)
-while read -r _ _ _ _ point options _; do mounts[$point]=$options; done <<<"$info"
-writable() {{
-  local path=$1
-  until [ -n "${{mounts[$path]}}" ] || [ "$path" = / ]; do path=${{path%/*}}; path=${{path:-/}}; done
-  [[ ${{mounts[$path]}}, != ro,* ]]
-}}
-shallow=() deep=()
-IFS=:; set -f
-for folder in $search; do [[ $folder = /* ]] && writable "$folder" && shallow+=("$folder"); done
-unset IFS
-for tree in {trees}; do [ -e "$tree" ] && writable "$tree" && deep+=("$tree"); done
-printf '%s\\0' "$search"
-{{
-  find -H / {workdir} "${{shallow[@]}}" -maxdepth 1 \\( -path {inside} {names} \\) -o -newerct @{since} -printf '%p\\0'
-  [ ${{#deep[@]}} = 0 ] || find -H "${{deep[@]}}" -xdev -path {workdir} -prune -o -newerct @{since} -printf '%p\\0'
-}} 2>/dev/null
-"""
 
 
 @dataclass(frozen=True)
@@ -103,11 +71,13 @@ class Baseline:
 
     Attributes:
         since: seconds since 1970 by the machine's clock; what changed from then on, the policy changed.
+        programs: what stood in the folders of programs; empty where the system cannot be changed.
         downloads: :data:`DOWNLOAD_FILES` as they were (``None``: not there); empty where the tests do not download.
     """
 
     since: float
     downloads: Mapping[str, bytes | None] = field(default_factory=dict)
+    programs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -115,21 +85,33 @@ class Changes:
     """What a scan found.
 
     Attributes:
-        paths: changed paths, at most some hundreds.
+        paths: changed paths.
         search_path: the sandbox's own PATH.
         signals: what they are signals of.
+        undone: what was put back or taken away.
+        programs: those of the baseline.
     """
 
     paths: tuple[str, ...]
     search_path: str
     signals: dict[str, Any]
+    undone: Undone = field(default_factory=Undone)
+    programs: frozenset[str] = frozenset()
 
     def demoted(self, folders: Sequence[str]) -> frozenset[str]:
-        """Those of ``folders`` in which something changed, or that are reached through what changed."""
-        changed = {path for path in self.paths if path != "/"}
-        parents = {path.rpartition("/")[0] or "/" for path in changed}
-        ancestors = {folder: _ancestors(folder) for folder in folders}
-        return frozenset(folder for folder in folders if folder in parents or changed & ancestors[folder])
+        """Those of ``folders`` whose programs could come before the system's own.
+
+        Without :attr:`programs`: those in which something changed, or that are reached through what changed. With
+        them: those with a new program of a name that another folder has, or that tests of any task could run.
+        """
+        changed = {path for path in self.paths if path != "/"} - self.undone.restored - self.undone.removed
+        if not self.programs:
+            parents = {path.rpartition("/")[0] or "/" for path in changed}
+            ancestors = {folder: _ancestors(folder) for folder in folders}
+            return frozenset(folder for folder in folders if folder in parents or changed & ancestors[folder])
+        names = {posixpath.basename(path) for path in self.programs}
+        new = [posixpath.split(path) for path in changed - self.programs]
+        return frozenset(folder for folder, name in new if folder in folders and (name in names or is_basic(name)))
 
 
 async def take_baseline(sandbox: Sandbox, task: Task) -> Baseline:
@@ -139,7 +121,8 @@ async def take_baseline(sandbox: Sandbox, task: Task) -> Baseline:
         for path in DOWNLOAD_FILES:
             with contextlib.suppress(CommandError, ValueError, OSError):
                 downloads[path] = await _content(sandbox, path)
-    return Baseline(await _clear_moment(), downloads)
+    programs = frozenset(await sandbox.standing_in(_folders(sandbox))) if sandbox.system_is_writable else frozenset()
+    return Baseline(await _clear_moment(), downloads, programs)
 
 
 async def _clear_moment() -> float:
@@ -157,62 +140,50 @@ async def _clear_moment() -> float:
 
 
 async def look_at_processes(sandbox: Sandbox) -> dict[str, Any]:
-    """Signals ``killed`` and ``listeners`` of the processes that live now.
-
-    The policy's processes can hinder or mislead this look; it is evidence, and nothing depends on it.
-    """
+    """Signals ``killed`` and ``listeners`` of the processes that live now. It is evidence; nothing depends on it."""
     try:
-        result = await sandbox.exec(_LOOK, timeout_s=_LOOK_S, cwd="/", clean_env=True, output_limit=_SCAN_BYTES)
+        found = await sandbox.census()
     except (CommandError, OSError) as error:
         return {str(Signal.SCAN_INCOMPLETE): f"processes: {error}"[:200]}
-    names: list[str] = []
-    listeners: list[str] = []
-    for line in result.output.splitlines():
-        fields = line.split()
-        if line.startswith("p "):
-            names.append(line[2:42])
-        elif len(fields) > 3 and fields[3] == _LISTENING:
-            listeners.append(_address(fields[1]))
     signals: dict[str, Any] = {}
-    if names:
-        signals[str(Signal.KILLED)] = {"count": len(names), "names": sorted(set(names))[:_MAX_NAMES]}
-    if listeners:
-        signals[str(Signal.LISTENERS)] = sorted(set(listeners))[:_MAX_NAMES]
-    if result.timed_out or result.truncated_bytes:
-        signals[str(Signal.SCAN_INCOMPLETE)] = "processes: too many to look at"
+    if found.names:
+        signals[str(Signal.KILLED)] = {"count": len(found.names), "names": sorted(set(found.names))[:_MAX_NAMES]}
+    if found.listeners:
+        signals[str(Signal.LISTENERS)] = sorted(set(map(_address, found.listeners)))[:_MAX_NAMES]
     return signals
 
 
 async def look_at_files(sandbox: Sandbox, baseline: Baseline) -> Changes:
-    """Find what changed since ``baseline``. The policy's processes must be gone."""
+    """Find what changed since ``baseline``; planted links to the tests, and a changed system, are undone.
+
+    The policy's processes must be gone.
+
+    Raises:
+        CommandError: the look failed.
+        OSError: so did it.
+    """
     workdir = sandbox.workdir.rstrip("/") or "/"
-    search_path = sandbox.spec.env.get("PATH", "")
-    script = _SCAN.format(
-        search=shlex.quote(search_path),
-        trees=" ".join(_TREES),
-        workdir=shlex.quote(workdir),
-        inside=shlex.quote(_literal(workdir.rstrip("/")) + "/*"),
-        names=" ".join(f"! -name {shlex.quote(name)}" for name in WORKDIR_NAMES),
-        since=f"{baseline.since:.6f}",
-    )
-    try:
-        result = await sandbox.exec(script, timeout_s=_SCAN_S, cwd="/", clean_env=True, output_limit=_SCAN_BYTES)
-    except (CommandError, OSError) as error:
-        return Changes((), search_path, {str(Signal.SCAN_INCOMPLETE): f"files: {error}"[:200]})
-    first, *entries = result.output.split("\0")
-    cut = not entries or entries.pop() != ""
-    paths = tuple(dict.fromkeys(entry for entry in entries if entry.startswith("/")))
-    folders = [folder for folder in first.split(":") if folder.startswith("/")]
-    listed = [path for path in paths if path != "/" and not below(path, "/logs")]
-    signals = signals_of(listed, workdir=workdir, program_folders=folders)
-    if cut or result.timed_out or result.truncated_bytes:
+    folders = _folders(sandbox)
+    found = await sandbox.changes(baseline.since, folders=["/", *folders], trees=_TREES, names=WORKDIR_NAMES)
+    standing = frozenset(await sandbox.standing_in(folders)) if baseline.programs else frozenset[str]()
+    gone = tuple(sorted(baseline.programs - standing))
+    undone = await undo(sandbox, replace(found, paths=(*found.paths, *gone)))
+    # Python compiles what root runs: new compiled modules are taken away, but say nothing about the policy.
+    compiled = {path for path in undone.removed if "/__pycache__/" in path}
+    compiled |= {path for path in found.folders if path.endswith("/__pycache__")}
+    listed = [path for path in found.paths if path != "/" and not below(path, "/logs")]
+    signals = signals_of(listed, workdir=workdir, program_folders=folders, quiet=compiled)
+    if undone.restored or undone.removed - compiled:
+        signals[str(Signal.UNDONE)] = sorted((undone.restored | undone.removed) - compiled)[:_MAX_NAMES]
+    if found.removed_links:
+        signals[str(Signal.LINKS_TO_TESTS)] = sorted(found.removed_links)[:_MAX_NAMES]
+    if not found.complete:
         signals[str(Signal.SCAN_INCOMPLETE)] = "files: too many changes to list"
-    return Changes(paths, first, signals)
+    return Changes(found.paths, sandbox.search_path, signals, undone, baseline.programs)
 
 
-def _literal(path: str) -> str:
-    """``path`` as a pattern of find that matches only itself."""
-    return "".join(f"\\{letter}" if letter in "*?[\\" else letter for letter in path)
+def _folders(sandbox: Sandbox) -> list[str]:
+    return [folder for folder in sandbox.search_path.split(":") if folder.startswith("/") and "\n" not in folder]
 
 
 async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
@@ -226,9 +197,8 @@ async def remove_test_config(sandbox: Sandbox, changes: Changes) -> None:
         return
     modules = [f"{workdir}/{name}{suffix}" for name in PYTEST_MODULES for suffix in ("", ".py")]
     names = [*(f"/{name}" for name in TEST_CONFIG_NAMES), *modules]
-    planted = [shlex.quote(name) for name in names if name in changes.paths]
-    if planted:
-        await sandbox.exec(f"rm -rf -- {' '.join(planted)}", timeout_s=_SCAN_S, cwd="/", clean_env=True)
+    if planted := [name for name in names if name in changes.paths]:
+        await sandbox.remove(planted)
 
 
 async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
@@ -242,8 +212,7 @@ async def restore_downloads(sandbox: Sandbox, baseline: Baseline) -> None:
             if now == before:
                 continue
             if before is None:
-                quoted = shlex.quote(path)
-                await sandbox.exec(f"rm -rf -- {quoted}", timeout_s=_SCAN_S, cwd="/", clean_env=True)
+                await sandbox.remove([path])
             else:
                 await sandbox.put_bytes(before, path)
 

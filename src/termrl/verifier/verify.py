@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,14 +152,15 @@ async def _run_tests(
         await sandbox.open_verify_window(task.tests, exclude=excluded_paths(task.tests))
         if await _reward_files_present(sandbox):
             return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
-        result = await sandbox.exec(
-            _DRIVER,
-            timeout_s=max(budget - evidence.elapsed, 0.001),
-            cwd=sandbox.workdir,
-            env=env,
-            clean_env=True,
-            output_limit=2 * _TAIL_BYTES,
-        )
+        async with _acting_as(sandbox, task.verifier_user):
+            result = await sandbox.exec(
+                _DRIVER,
+                timeout_s=max(budget - evidence.elapsed, 0.001),
+                cwd=sandbox.workdir,
+                env=env,
+                clean_env=True,
+                output_limit=2 * _TAIL_BYTES,
+            )
         if result.background and not keep_services:
             evidence.signals[Signal.LEFT_BY_TESTS] = result.background
             await sandbox.kill_all()
@@ -176,6 +178,20 @@ async def _run_tests(
     verdict = await _read_reward(sandbox, task, result, evidence)
     # The download is part of the budget: a reward that came too late is no verdict.
     return _timed_out(budget, evidence) if evidence.elapsed > budget else verdict
+
+
+@contextlib.asynccontextmanager
+async def _acting_as(sandbox: Sandbox, user: str | None) -> AsyncIterator[None]:
+    """Let ``user`` run the tests, and write what they find; root otherwise."""
+    if user in (None, "root", "0"):
+        yield
+        return
+    await sandbox.exec(f"chmod 777 -- {LOGS}", timeout_s=_CLEANUP_S, cwd="/", clean_env=True)
+    await sandbox.act_as(user)
+    try:
+        yield
+    finally:
+        await sandbox.act_as(None)
 
 
 async def _undo(sandbox: Sandbox, baseline: Baseline, changes: Changes) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from termrl import __version__
 from termrl.environment.server.gate import Gate, current_connection
 from termrl.environment.server.openenv import (
     Environment,
@@ -31,6 +33,9 @@ from termrl.environment.server.wire import (
 )
 from termrl.errors import TermrlError
 from termrl.tasks.task import Task
+
+API_VERSION = "1.0.0"
+"""Of OpenEnv's HTTP interface, by which its validator knows the profile; ``/metadata`` has the version of termrl."""
 
 _TOO_MANY = 503
 _BAD = 422
@@ -82,12 +87,15 @@ class SessionServer(HTTPEnvServer):
 
 def build_app(sessions: Sessions, *, max_frame_bytes: int) -> ASGIApp:
     """Everything that the server answers, without a guard in front of it."""
-    app = FastAPI(title="termrl environment server", version=__version__)
+    app = FastAPI(title="termrl environment server", version=API_VERSION)
     SessionServer(sessions).register_routes(app, mode="simulation")
     _add_pages(app, sessions)
     app.add_exception_handler(SessionCapacityError, _answer("CAPACITY_REACHED", _TOO_MANY))
     app.add_exception_handler(TermrlError, _answer("EXECUTION_ERROR", _FAILED))
     app.add_exception_handler(ValidationError, _answer("VALIDATION_ERROR", _BAD))
+    app.add_exception_handler(RequestValidationError, _bad_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failed)
     return Gate(app, max_frame_bytes=max_frame_bytes, metrics=sessions.metrics)
 
 
@@ -134,3 +142,27 @@ def _answer(code: str, status: int) -> Callable[[Request, Exception], Response]:
         return JSONResponse(body, status_code=status)
 
     return answer
+
+
+def _bad_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _refused(_BAD, error.errors())
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refused(error.status_code, error.detail)
+
+
+def _refused(status: int, detail: Any) -> Response:
+    """With a code, and without the input: FastAPI repeats it, and breaks on what JSON cannot hold, such as infinity."""
+    if isinstance(detail, Sequence) and not isinstance(detail, str):
+        detail = [{"loc": [str(part) for part in one["loc"]], "msg": one["msg"]} for one in detail]
+    code, message = HTTPStatus(status).name, HTTPStatus(status).phrase
+    if status == _BAD:
+        code, message = "VALIDATION_ERROR", "the request is not of the endpoint's form"
+    return JSONResponse({"code": code, "message": message, "detail": detail}, status_code=status)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse({"code": "EXECUTION_ERROR", "message": "internal error; see the server's log"}, _FAILED)

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.types import ASGIApp
+
 from termrl.environment.server.admission import Admission
 from termrl.environment.server.config import MEMORY_SHARE, ServeConfig
 from termrl.environment.server.metrics import CountedProvider, ServerMetrics
@@ -43,6 +45,16 @@ class EnvironmentServer:
     left_out: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Application:
+    """The ASGI app of a server, and what is behind it; ``left_out`` as in :class:`EnvironmentServer`."""
+
+    app: ASGIApp
+    sessions: Sessions
+    provider: SandboxProvider
+    left_out: Mapping[str, str]
+
+
 @contextlib.asynccontextmanager
 async def serve(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterator[EnvironmentServer]:
     """Run the server in this event loop; on leaving, every session and sandbox is ended.
@@ -56,6 +68,28 @@ async def serve(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterato
         TaskError: broken tasks, or ones that the sandbox cannot run (unless ``skip_broken``), or none left.
         SandboxStartError: this machine lacks what the sandboxes need.
     """
+    options = {
+        "lifespan": "off",
+        "ws": "websockets-sansio",
+        "ws_ping_interval": config.ping_interval_s,
+        "ws_ping_timeout": config.ping_timeout_s,
+        # the gate answers what is over max_frame_mb; this only bounds what it has to look at
+        "ws_max_size": config.max_frame_mb << 22,
+        "ws_per_message_deflate": False,
+        "timeout_graceful_shutdown": _UVICORN_S,
+    }
+    with _listener(config) as listener:
+        async with application(config, environ) as behind, running(behind.app, listener, **options):
+            try:
+                url = url_of(listener, config.host)
+                yield EnvironmentServer(url, behind.sessions, behind.provider, behind.left_out)
+            finally:
+                await behind.sessions.close()
+
+
+@contextlib.asynccontextmanager
+async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterator[Application]:
+    """The app without the socket, for whoever has one; arguments and errors as for :func:`serve`."""
     from termrl.environment.server.app import build_app
 
     token = find_token(config, environ)
@@ -66,45 +100,30 @@ async def serve(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterato
             hint="ulimit -n raises that, or lower --max-sessions",
         )
     tasks, left_out = load_tasks(config.tasks, skip_broken=config.skip_broken)
-    with _listener(config) as listener:
-        async with open_provider(config.sandbox.backend, **config.sandbox.provider_settings(config.images)) as inner:
-            provider = CountedProvider(inner)
-            max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
-            tasks, refused = runnable(tasks, provider, max_memory_mb, skip=config.skip_broken)
-            admission = Admission(max_sessions=config.max_sessions, max_memory_mb=max_memory_mb)
-            factory = LocalEnvironmentFactory(
-                tasks, provider, command_timeout_s=config.command_timeout_s, rules=config.verify.rules()
-            )
-            sessions = Sessions(
-                tasks,
-                factory.create,
-                admission=admission,
-                budgets=_budgets(config),
-                metrics=ServerMetrics(admission, provider, swept=inner.swept_first),
-                backend=provider.name,
-                default_task_id=_default_task(config, tasks),
-            )
-            app = Guard(
-                build_app(sessions, max_frame_bytes=config.max_frame_mb << 20),
-                token=token,
-                host=config.host,
-                origins=config.allowed_origins,
-            )
-            options = {
-                "lifespan": "off",
-                "ws": "websockets-sansio",
-                "ws_ping_interval": config.ping_interval_s,
-                "ws_ping_timeout": config.ping_timeout_s,
-                # the gate answers what is over max_frame_mb; this only bounds what it has to look at
-                "ws_max_size": config.max_frame_mb << 22,
-                "ws_per_message_deflate": False,
-                "timeout_graceful_shutdown": _UVICORN_S,
-            }
-            async with running(app, listener, **options):
-                try:
-                    yield EnvironmentServer(url_of(listener, config.host), sessions, provider, {**left_out, **refused})
-                finally:
-                    await sessions.close()
+    async with open_provider(config.sandbox.backend, **config.sandbox.provider_settings(config.images)) as inner:
+        provider = CountedProvider(inner)
+        max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
+        tasks, refused = runnable(tasks, provider, max_memory_mb, skip=config.skip_broken)
+        admission = Admission(max_sessions=config.max_sessions, max_memory_mb=max_memory_mb)
+        factory = LocalEnvironmentFactory(
+            tasks, provider, command_timeout_s=config.command_timeout_s, rules=config.verify.rules()
+        )
+        sessions = Sessions(
+            tasks,
+            factory.create,
+            admission=admission,
+            budgets=_budgets(config),
+            metrics=ServerMetrics(admission, provider, swept=inner.swept_first),
+            backend=provider.name,
+            default_task_id=_default_task(config, tasks),
+        )
+        app = Guard(
+            build_app(sessions, max_frame_bytes=config.max_frame_mb << 20),
+            token=token,
+            host=config.host,
+            origins=config.allowed_origins,
+        )
+        yield Application(app, sessions, provider, {**left_out, **refused})
 
 
 def load_tasks(folders: tuple[Path, ...], *, skip_broken: bool) -> tuple[dict[str, Task], dict[str, str]]:

@@ -13,14 +13,22 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from termrl.errors import SandboxLostError, SandboxStartError
 from termrl.sandboxes import archive, layout
-from termrl.sandboxes.base import DEFAULT_OUTPUT_LIMIT, ExecResult, Healthcheck, Sandbox, SandboxSpec
-from termrl.sandboxes.docker import options, reaper
+from termrl.sandboxes.base import (
+    DEFAULT_OUTPUT_LIMIT,
+    Census,
+    ChangedFiles,
+    ExecResult,
+    Healthcheck,
+    Sandbox,
+    SandboxSpec,
+)
+from termrl.sandboxes.docker import options, pristine, reaper
 from termrl.sandboxes.docker.connection import Connection, said_by
 from termrl.sandboxes.line import START_S, Line, empty, fill_tests, packed
 
@@ -32,10 +40,6 @@ _ENDING_S = 0.5
 _SHOWN = 400
 # Kinds of a change as the Engine API numbers them.
 _KINDS = ("changed", "added", "deleted")
-# Bits of Go's os.FileMode: every kind but a regular file (setuid, setgid and sticky are no kinds), and a link's.
-_GO_TYPE = 0x8F280000
-_GO_LINK = 0x08000000
-_MAX_RESTORED = 256 << 20
 _OURS = (options.RUN, "/.termrl")
 _HOST_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/.dockerenv", options.PRELOAD)
 
@@ -44,13 +48,10 @@ class Keeper(Protocol):
     """What a container asks of its provider."""
 
     daemon: Connection
+    pristine: pristine.Pristine
 
     def runner_argv(self, socket_path: str) -> list[str]:
         """How a further resident is run in a container."""
-        ...
-
-    def labels(self, task_id: str) -> dict[str, str]:
-        """What a container of this provider is known by."""
         ...
 
     def forget(self, name: str) -> None:
@@ -59,6 +60,8 @@ class Keeper(Protocol):
 
 class DockerSandbox(Sandbox):
     """One live container. Made by :meth:`termrl.sandboxes.docker.provider.DockerProvider.create` only."""
+
+    system_is_writable = True
 
     def __init__(self, keeper: Keeper, spec: SandboxSpec, name: str, folder: Path, image: str) -> None:
         self.id = name
@@ -129,6 +132,32 @@ class DockerSandbox(Sandbox):
         # Whoever the daemon starts now sees for itself that nobody is left.
         return count + await self._asking(lambda line: line.kill_all())
 
+    async def census(self) -> Census:
+        return await self._asking(lambda line: line.census())
+
+    async def changes(
+        self, since: float, *, folders: Sequence[str], trees: Sequence[str], names: Sequence[str]
+    ) -> ChangedFiles:
+        return await self._asking(
+            lambda line: line.changes(since, self.workdir, folders=folders, trees=trees, names=names)
+        )
+
+    async def act_as(self, user: str | None) -> None:
+        await self._asking(lambda line: line.act_as(user))
+
+    async def standing_in(self, folders: Sequence[str]) -> tuple[str, ...]:
+        return await self._asking(lambda line: line.standing_in(folders))
+
+    async def remove(self, paths: Sequence[str]) -> None:
+        await self._asking(lambda line: line.remove(paths))
+
+    async def restore(self, paths: Sequence[str]) -> frozenset[str]:
+        self._check()
+        found = await self._api(pristine.read, self._keeper.pristine, self.image, paths)
+        if found.paths:
+            await self._api(pristine.write, self._keeper.daemon.client, self.id, found)
+        return found.paths
+
     async def open_verify_window(self, tests: Path, *, exclude: frozenset[str] = frozenset()) -> None:
         await self.close_verify_window()
         self._sealed = True
@@ -165,48 +194,6 @@ class DockerSandbox(Sandbox):
             for path, kind in found.items()
             if path not in _HOST_FILES and path != options.TESTS and not path.startswith(_OURS)
         }
-
-    async def restore_from_image(self, paths: Iterable[str]) -> list[str]:
-        """Put files back as the image has them, through the daemon; the agent's processes must be gone.
-
-        Nothing of the container takes part, so that this also works on its shell. A path that is in the image no
-        regular file or link, or not there, is left as it is.
-
-        Args:
-            paths: absolute, as :meth:`changed_paths` gives them.
-
-        Returns:
-            What was put back.
-
-        Raises:
-            SandboxLostError: the container is gone.
-        """
-        self._check()
-        return await asyncio.shield(self._background(self._api(self._restore, list(paths))))
-
-    def _restore(self, paths: list[str]) -> list[str]:
-        import docker.errors
-
-        client = self._keeper.daemon.client
-        restored = []
-        # Never started: it is only there to be read.
-        made = client.api.create_container(
-            self.image, ["true"], name=f"{self.id}-image", labels=self._keeper.labels(self.spec.task_id)
-        )
-        try:
-            for path in paths:
-                try:
-                    stream, status = client.api.get_archive(made["Id"], path)
-                except docker.errors.NotFound:
-                    continue
-                if status["mode"] & _GO_TYPE & ~_GO_LINK or status["size"] > _MAX_RESTORED:
-                    stream.close()
-                    continue
-                if client.api.put_archive(self.id, os.path.dirname(path), b"".join(stream)):  # noqa: PTH120
-                    restored.append(path)
-        finally:
-            reaper.remove(client, made["Id"])
-        return restored
 
     # -- starting ------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from termrl.sandboxes.docker.connection import Connection, said_by, started_thre
 from termrl.sandboxes.docker.container import DockerSandbox
 from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
+from termrl.sandboxes.docker.pristine import Pristine
 from termrl.sandboxes.host import state_folder
 from termrl.sandboxes.stage import INSIDE, stage
 from termrl.sandboxes.sweep import Owner, Swept
@@ -40,6 +41,7 @@ class DockerProvider(SandboxProvider):
         state: the state folder (see :func:`termrl.sandboxes.host.state_folder`).
         ttl_s: seconds after which a container ends by itself, whatever became of its owner.
         threads: how many calls can wait for the daemon at once.
+        host_image: the image of tasks that run on any host's programs and name no image; without it they are refused.
         images: how images are had, the ``[images]`` table of a configuration.
 
     Raises:
@@ -56,6 +58,7 @@ class DockerProvider(SandboxProvider):
         state: Path | None = None,
         ttl_s: float = DEFAULT_TTL_S,
         threads: int = 16,
+        host_image: str | None = None,
         images: ImageSettings | Mapping[str, Any] | None = None,
     ) -> None:
         image_settings = ImageSettings.of(images)
@@ -70,9 +73,11 @@ class DockerProvider(SandboxProvider):
             raise
         self._owner = Owner(self._state)
         self._ttl_s = ttl_s
+        self._host_image = host_image
         self._images = ImageStore(self.daemon.client, image_settings, state=self._state, labels=self.labels("image"))
         # Threads of their own: a pull can take an hour, and containers must be stopped meanwhile.
         self._image_threads = started_threads(_IMAGES_AT_ONCE, "termrl-images")
+        self.pristine = Pristine(self.daemon.client, self.labels("image"))
         (self._owner.folder / "empty").touch(0o644)
         self._sandboxes: dict[str, DockerSandbox] = {}
         self._names = itertools.count(1)
@@ -119,10 +124,10 @@ class DockerProvider(SandboxProvider):
             return "network_mode allowlist: containers have the whole network or none"
         if spec.network_mode == "public" and "bridge" not in self._networks:
             return "network_mode public: this daemon has no bridge network"
-        if spec.verifier_user not in (None, "root", "0"):
-            return f"verifier.user {spec.verifier_user}: tests in containers are run by root"
         if spec.gpus:
             return f"gpus = {spec.gpus}: the docker backend gives none"
+        if spec.image is None and spec.build is None and spec.host_userland:
+            return None if self._host_image else "has no image; host_image says which one such tasks get"
         if spec.image is None and spec.build is None:
             return "has neither docker_image nor environment/Dockerfile"
         return None
@@ -132,6 +137,8 @@ class DockerProvider(SandboxProvider):
             raise TaskError(f"{spec.task_id}: {why}", hint="use another --sandbox for this task, or change the task")
         if self._closed:
             raise SandboxStartError("the sandbox provider is closed")
+        if spec.image is None and spec.build is None:
+            spec = replace(spec, image=self._host_image)
         image = self._images.known(spec)
         if image is None:
             image = await asyncio.get_running_loop().run_in_executor(self._image_threads, self._images.ensure, spec)
@@ -161,6 +168,7 @@ class DockerProvider(SandboxProvider):
         self._images.close()
         await asyncio.gather(*(sandbox.stop() for sandbox in list(self._sandboxes.values())))
         await asyncio.to_thread(self._reaper.close)
+        await asyncio.to_thread(self.pristine.close)
         await asyncio.to_thread(self._image_threads.shutdown)
         await asyncio.to_thread(self.daemon.close)
         self._owner.release()

@@ -63,6 +63,11 @@ class ContainerResident(Resident):
             archive.unpack(fds[0], workdir)
         return [name, home]
 
+    def do_user(self, _ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Later commands are run by another user. Fields: user (empty: root)."""
+        self.user = _find_user(fields[0])[0]
+        return []
+
     def do_cut(self, _ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
         """Kill what is left of a command that another resident ran. Fields: its number. Answers who still lives."""
         processes.kill_tree(int(fields[0]))

@@ -20,7 +20,7 @@ import time
 
 from termrl.sandboxes import archive
 from termrl.sandboxes.output import BoundedOutput
-from termrl.sandboxes.staged import files, memory, processes
+from termrl.sandboxes.staged import files, look, memory, processes
 from termrl.sandboxes.staged.bounds import Bounds, Victims, cull, stop_and_kill_everyone
 from termrl.sandboxes.staged.launcher import reap, receive, wake_on_child
 
@@ -201,6 +201,30 @@ class Resident:
     def do_verify(self, _ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
         """A fresh, empty /logs/verifier."""
         files.fresh_verify_folder()
+        return []
+
+    def do_remove(self, _ident: int, _fields: list[bytes], fds: list[int]) -> list[bytes]:
+        """Remove files and folders. The descriptor holds their paths, with zeros between."""
+        size = os.fstat(fds[0]).st_size
+        for path in os.pread(fds[0], size, 0).split(b"\0"):
+            archive.remove(path)
+        return []
+
+    def do_list(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.standing_in` finds. Fields: folders."""
+        self._send_parts(ident, b"\0".join(look.standing_in(fields)))
+        return []
+
+    def do_census(self, ident: int, _fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.census` finds."""
+        self._send_parts(ident, b"\0".join(look.census()))
+        return []
+
+    def do_changes(self, ident: int, fields: list[bytes], _fds: list[int]) -> list[bytes]:
+        """Send what :func:`look.changes` finds. Fields: since, workdir, names, folders, trees (one a line)."""
+        since, workdir, *lists = fields
+        names, folders, trees = ([part for part in each.split(b"\n") if part] for each in lists)
+        self._send_parts(ident, b"\0".join(look.changes(int(since), workdir, names, folders, trees)))
         return []
 
     # -- commands ------------------------------------------------------------------------------------------------
