@@ -11,6 +11,7 @@ import pytest
 from termrl.environment.server.openenv import Action, Observation, State  # isort: skip
 from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
+from pydantic import Field
 
 from tests.environment.server.served import SECRET, Server, wait_until
 
@@ -31,7 +32,7 @@ class Seen(Observation):
     """The part of an observation that is looked at."""
 
     output: str = ""
-    info: dict[str, Any] = {}
+    info: dict[str, Any] = Field(default_factory=dict)
 
 
 class TypedClient(EnvClient[Act, Seen, State]):

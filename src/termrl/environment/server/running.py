@@ -16,8 +16,8 @@ from termrl.environment.server.metrics import CountedProvider, ServerMetrics
 from termrl.environment.server.security import Guard, find_token
 from termrl.environment.server.session import Budgets, Sessions
 from termrl.environment.terminal import LocalEnvironmentFactory
-from termrl.errors import ConfigError, TaskError
-from termrl.sandboxes import SandboxProvider, open_provider
+from termrl.errors import ConfigError, SandboxStartError, TaskError
+from termrl.sandboxes import SandboxProvider, SandboxSpec, open_provider
 from termrl.sandboxes.host import memory_mb, raise_open_files
 from termrl.serving import bind, running, url_of
 from termrl.tasks.task import Task
@@ -104,6 +104,8 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
         provider = CountedProvider(inner)
         max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
         tasks, refused = runnable(tasks, provider, max_memory_mb, skip=config.skip_broken)
+        if any(task.sandbox.host_userland for task in tasks.values()):
+            await _try_one(inner)
         admission = Admission(max_sessions=config.max_sessions, max_memory_mb=max_memory_mb)
         factory = LocalEnvironmentFactory(
             tasks, provider, command_timeout_s=config.command_timeout_s, rules=config.verify.rules()
@@ -124,6 +126,16 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
             origins=config.allowed_origins,
         )
         yield Application(app, sessions, provider, {**left_out, **refused})
+
+
+async def _try_one(provider: SandboxProvider) -> None:
+    """A machine that can start no sandbox says so at the start, not to the first client."""
+    try:
+        sandbox = await provider.create(SandboxSpec("serve", host_userland=True))
+    except SandboxStartError as error:
+        hint = error.hint or "termrl doctor says what this machine lacks"
+        raise SandboxStartError(error.message, hint=hint) from None
+    await sandbox.stop()
 
 
 def load_tasks(folders: tuple[Path, ...], *, skip_broken: bool) -> tuple[dict[str, Task], dict[str, str]]:
