@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from termrl.errors import ConfigError
@@ -21,10 +20,13 @@ _AT_ONCE = 4
 _WORDS = {"holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]"}
 
 
-def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: bool, image: str | None = None) -> int:
+def conform(
+    backend: str, settings: Mapping[str, Any], *, only: Sequence[str], as_json: bool, image: str | None = None
+) -> int:
     """Run the suite, or the checks named ``only``, and print how it went; 1 if any check fails.
 
     Args:
+        settings: what the backend is opened with, values that JSON can hold.
         image: what sandboxes are made from, for a backend that needs one.
 
     Raises:
@@ -32,7 +34,6 @@ def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: b
         SandboxStartError: this machine lacks what the backend needs.
     """
     checks = _chosen(only)
-    settings = {} if state is None else {"state": str(state)}
     outcomes, limits = asyncio.run(_run(backend, settings, checks, image, quiet=as_json))
     failed = [outcome for outcome in outcomes if outcome.state == "fails"]
     kept = {resource: _kept(resource, outcomes) for resource in RESOURCES}
@@ -56,7 +57,7 @@ def _chosen(only: Sequence[str]) -> list[Check]:
 
 
 async def _run(
-    backend: str, settings: dict[str, Any], checks: Sequence[Check], image: str | None, *, quiet: bool
+    backend: str, settings: Mapping[str, Any], checks: Sequence[Check], image: str | None, *, quiet: bool
 ) -> tuple[list[Outcome], dict[str, str]]:
     outcomes = []
     async with open_provider(backend, **settings) as provider:
