@@ -74,15 +74,17 @@ class _Layers:
 def load_settings(
     model: type[M],
     *,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
     files: Sequence[Path] = (),
     environ: Mapping[str, str] | None = None,
     aliases: Mapping[str, Key] | None = None,
     flags: Sequence[str] = (),
 ) -> Loaded[M]:
-    """Fill ``model`` from defaults, then ``files`` in order, then ``environ``, then ``flags``.
+    """Fill ``model`` from defaults, then ``presets``, then ``files`` in order, then ``environ``, then ``flags``.
 
     Args:
         model: the root model; every section in it forbids unknown keys.
+        presets: trees of settings that stand for other defaults, by the name that they are reported under.
         files: TOML files, later ones win.
         environ: variables such as ``TERMRL_TRAINING__LR`` (``__`` stands for the dot); others are left alone.
         aliases: variables of other names, and the key that each fills where ``TERMRL_…`` does not.
@@ -92,6 +94,8 @@ def load_settings(
         ConfigError: with every problem of every layer.
     """
     layers = _Layers()
+    for source, tree in (presets or {}).items():
+        _add_tree(layers, tree, (), source)
     for path in files:
         _add_file(layers, path)
     for variable, key in (aliases or {}).items():
@@ -115,6 +119,12 @@ def to_toml(config: BaseModel | Mapping[str, Any]) -> str:
 
     tree = config.model_dump(mode="json") if isinstance(config, BaseModel) else config
     return tomli_w.dumps(_plain(tree))
+
+
+def given_toml(loaded: Loaded[M]) -> str:
+    """TOML text of what was given, with a comment for each key that says where it came from."""
+    lines = [f"# {'.'.join(key)}: {source}" for key, source in loaded.sources.items()]
+    return "\n".join(["# where each setting came from", *lines, "", to_toml(loaded.given)])
 
 
 def known_keys(model: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
