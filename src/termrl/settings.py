@@ -8,6 +8,7 @@ passes it in.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -26,6 +27,8 @@ Key = tuple[str, ...]
 ENV_PREFIX = "TERMRL_"
 COMMAND_LINE = "command line"
 _TRUE = "true"
+_USER = re.compile(r"://[^/?#\s'\"]*@")
+_QUERY = re.compile(r"(://[^?#\s'\"]*)\?[^\s'\"]*")
 _NONE_WORDS = frozenset({"none", "null"})
 
 
@@ -265,8 +268,13 @@ def _describe(model: type[BaseModel], layers: _Layers, detail: dict[str, Any]) -
     else:
         message = message[:1].lower() + message[1:]
         if detail["type"] != "missing" and not isinstance(detail.get("input"), dict):
-            message += f" (got {detail.get('input')!r})"
+            message += f" (got {_without_secrets(repr(detail.get('input')))})"
     return f"{layers.source_of(key)}: {'.'.join(key) or 'settings'}{position}: {message}"
+
+
+def _without_secrets(text: str) -> str:
+    """``text`` with what of a URL may be a secret left out: user and password, query."""
+    return _QUERY.sub(r"\1?…", _USER.sub("://…@", text))
 
 
 def _field_path(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[Key, str]:

@@ -34,6 +34,7 @@ _HINTS = {
     404: "check the base URL (it usually ends in /v1) and the model's name",
     429: "the endpoint limits the rate: lower the concurrency",
 }
+_OPENAI_HOST = "api.openai.com"
 _UNSAMPLED = frozenset({429, 503})
 _NEVER_CONNECTED = (ConnectionRefusedError, socket.gaierror)
 
@@ -82,6 +83,9 @@ async def chat_client(
             limits=limits, trust_env=not is_loopback(base_url), follow_redirects=follow_redirects
         ),
     )
+    if urlsplit(base_url).hostname != _OPENAI_HOST:
+        # the SDK takes them from the environment and sends them to whomever it talks to
+        client.organization = client.project = None
     try:
         yield client
     finally:
