@@ -222,9 +222,7 @@ def test_the_key_goes_in_the_header_and_into_no_error(server: ChatServer) -> Non
 
 def test_a_redirect_takes_no_call_and_no_key_elsewhere(server: ChatServer) -> None:
     with chat_server(lambda call: Answer("stolen")) as other:
-        server.answer = lambda call: Answer(
-            "moved", status=307, headers={"Location": f"{other.url}/chat/completions"}
-        )
+        server.answer = lambda call: Answer("moved", status=307, headers={"Location": f"{other.url}/chat/completions"})
         (error,) = ask(config(server.url), key=KEY)
         assert isinstance(error, PolicyError)
         assert "HTTP 307" in error.message
@@ -244,7 +242,10 @@ def test_the_request_is_as_the_settings_say(server: ChatServer) -> None:
     ask(config(server.url))
     assert server.calls[0].body == {"model": MODEL, "max_tokens": 5, "messages": ASK, "seed": 7}
     settings = config(
-        server.url, send_seed=False, max_tokens_field="max_completion_tokens", extra_body={"reasoning": {"effort": "low"}}
+        server.url,
+        send_seed=False,
+        max_tokens_field="max_completion_tokens",
+        extra_body={"reasoning": {"effort": "low"}},
     )
     ask(settings)
     body = {"model": MODEL, "max_completion_tokens": 5, "messages": ASK, "reasoning": {"effort": "low"}}
