@@ -122,6 +122,7 @@ async def evaluate(
     tasks = prepared.tasks or suite_tasks(config.tasks, store.path / TASKS)
     policy = identity(config.policy, prepared.model)
     check_inputs(store.path, model="\n".join(f"{name}={value}" for name, value in policy.items()), tasks=tasks)
+    store.drop_lost()
     evaluation = _Evaluation(config, store, watcher, tasks)
     stopped: str | None = None
     try:

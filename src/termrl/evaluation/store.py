@@ -42,14 +42,14 @@ class EvalStore(RunStore):
 
     @classmethod
     def go_on(cls, path: Path) -> Self:
-        """Open the folder of an evaluation that stopped: only what has a verdict still counts.
+        """Open the folder of an evaluation that stopped; nothing in it is changed before :meth:`drop_lost`.
 
         Raises:
             RunError: there is none, a process still writes to it, or its results cannot be read.
         """
         store = cls.resume(path)
         try:
-            store._take_results()
+            store.results = store._read()[0]
         except BaseException:
             store.close()
             raise
@@ -61,21 +61,10 @@ class EvalStore(RunStore):
         result = read_result(line)
         self.results[result.key] = result
 
-    def _take_results(self) -> None:
-        """Read the results; those without a verdict, and what a kill tore, leave the file."""
+    def drop_lost(self) -> None:
+        """Make the folder ready to go on: attempts without a verdict, and what a kill tore, leave the results."""
         path = self.path / RESULTS
-        kept: list[bytes] = []
-        lost: list[dict[str, Any]] = []
-        try:
-            for line in read_jsonl(path):
-                result = read_result(line)
-                if result.reward is None or result.key in self.results:
-                    lost.append(line)
-                else:
-                    self.results[result.key] = result
-                    kept.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path}: not the results of termrl eval: {type(error).__name__}: {error}") from None
+        self.results, kept, lost = self._read()
         for temporary in self.path.glob(".*.*"):
             temporary.unlink(missing_ok=True)
         (self.path / "summary.json").unlink(missing_ok=True)
@@ -84,3 +73,21 @@ class EvalStore(RunStore):
                 append_jsonl(self.path / LOST, lost)
             write_atomically(path, b"".join(kept))
         sync_folder(self.path)
+
+    def _read(self) -> tuple[dict[Key, Result], list[bytes], list[dict[str, Any]]]:
+        """The results that count, their lines, and the lines that do not count."""
+        path = self.path / RESULTS
+        results: dict[Key, Result] = {}
+        kept: list[bytes] = []
+        lost: list[dict[str, Any]] = []
+        try:
+            for line in read_jsonl(path):
+                result = read_result(line)
+                if result.reward is None or result.key in results:
+                    lost.append(line)
+                else:
+                    results[result.key] = result
+                    kept.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path}: not the results of termrl eval: {type(error).__name__}: {error}") from None
+        return results, kept, lost
