@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from termrl.training.events import Silent, Watcher
 from tests.endtoend.tiny import write_tasks
 from tests.evaluation.chat_server import MODEL
 
@@ -48,17 +49,23 @@ def flags(url: str, tasks: Path, **overrides: object) -> list[str]:
 def evaluate(tasks: Path, tmp_path: Path) -> Evaluate:
     """Evaluate here an endpoint on the tiny tasks; gives the summary."""
 
-    def run(url: str, *, environ: dict[str, str] | None = None, said: list[str] | None = None, **overrides: Any) -> Any:
+    def run(
+        url: str,
+        *,
+        environ: dict[str, str] | None = None,
+        said: list[str] | None = None,
+        watcher: Watcher | None = None,
+        **overrides: Any,
+    ) -> Any:
         from termrl.evaluation.config import EvalConfig
         from termrl.evaluation.run import evaluate, prepare
         from termrl.evaluation.store import EvalStore
         from termrl.settings import load_settings, to_toml
-        from termrl.training.events import Silent
 
         say = (said if said is not None else []).append
         config = load_settings(EvalConfig, flags=flags(url, overrides.pop("tasks", tasks), **overrides)).config
         prepared = prepare(config, say, environ or {})
         with EvalStore.begin(tmp_path / "run", given="", resolved=to_toml(config)) as store:
-            return asyncio.run(evaluate(config, store, Silent(), prepared=prepared, say=say))
+            return asyncio.run(evaluate(config, store, watcher or Silent(), prepared=prepared, say=say))
 
     return run

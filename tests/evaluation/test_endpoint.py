@@ -199,6 +199,11 @@ def test_a_cancelled_waiter_leaves_its_place_to_others() -> None:
         await asyncio.sleep(0.02)
         holder.cancel()
         await asyncio.wait_for(hold(0), 2)
+        throttle.refused(time.monotonic(), retry_after_s=0.1, too_many=False)
+        paused = [asyncio.create_task(hold(0)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        paused[1].cancel()
+        await asyncio.wait_for(asyncio.gather(paused[0], paused[2]), 2)
 
     asyncio.run(run())
 
@@ -267,6 +272,21 @@ def test_after_an_answer_a_403_is_about_one_call(server: ChatServer) -> None:
     told: list[PolicyError] = []
     replies = ask(config(server.url, 1), times=3, fatal=told.append)
     assert [type(reply) for reply in replies] == [Reply, PolicyError, PolicyError]
+    assert told == []
+
+
+def test_a_prompt_that_is_too_long_from_the_start_ends_the_evaluation_and_scores_nothing(server: ChatServer) -> None:
+    too_long = Answer("This model's maximum context length is 4096 tokens", status=400)
+    server.answer = lambda call: too_long
+    told: list[PolicyError] = []
+    ask(config(server.url), fatal=told.append)
+    assert "refuses the first prompt" in told[0].message
+    server.calls, told = [], []
+    server.answer = lambda call: Answer("yes") if call.number == 0 else too_long
+    assert [reply.finish_reason for reply in ask(config(server.url, 1), times=2, fatal=told.append)] == [
+        "stop",
+        "context",
+    ]
     assert told == []
 
 

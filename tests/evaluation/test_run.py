@@ -210,6 +210,24 @@ def test_environments_may_be_behind_a_server(server: ChatServer, evaluate: Evalu
     assert (summary["passed"], summary["graded"]) == (6, 6)
 
 
+def test_prometheus_gets_the_rates_and_what_had_no_verdict(server: ChatServer, evaluate: Evaluate) -> None:
+    from termrl.runs.prometheus import RunCollector
+
+    server.answer = lambda call: Answer(drop=True) if call.word == "berry" else solves(call)
+    collector = RunCollector()
+    evaluate(server.url, samples=2, retries=1, watcher=collector)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+    assert found["termrl_eval_pass_at_2",] == 1.0
+    assert found["termrl_eval_pass_rate",] == 1.0
+    assert found["termrl_episodes_total", "eval", "task_complete"] == 4
+    assert found["termrl_missing_verdicts_total", "eval", "engine_error"] == 2
+    assert found["termrl_retried_episodes_total", "eval", "engine_error"] == 2
+
+
 def test_the_bundled_suite_is_written_into_the_folder(server: ChatServer, evaluate: Evaluate, tmp_path: Path) -> None:
     server.answer = gives_up
     chosen = {"tasks__families": "make-dir,remove-file", "tasks__per_family": 2}

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from termrl.agent.policy import ChatPolicy, chat_client, redacted
+from termrl.agent.policy import ChatPolicy, chat_client, is_loopback, redacted
 from termrl.agent.types import Message, Policy, Reply
 from termrl.errors import ConfigError, PolicyError
 from termrl.evaluation.config import EvalConfig
@@ -49,7 +49,7 @@ class EndpointPolicy:
         wait_s: float,
         echo_reasoning: bool = True,
         failed: Callable[[PolicyError], None] = lambda error: None,
-        answered: Callable[[], None] = lambda: None,
+        answered: Callable[[Reply], None] = lambda reply: None,
     ) -> None:
         self._inner = inner
         self._throttle = throttle
@@ -75,7 +75,7 @@ class EndpointPolicy:
                     self._give_up_or_wait(error, asked, began)
                     continue
                 self._throttle.answered()
-            self._answered()
+            self._answered(reply)
             return replace(reply, queue_s=reply.queue_s + began - asked)
 
     def _give_up_or_wait(self, error: PolicyError, asked: float, began: float) -> None:
@@ -100,7 +100,8 @@ class EndpointSessions:
     Args:
         client: shared; not closed here.
         key: never to be seen in a message, even where the endpoint repeats it.
-        fatal: told why no further episode can succeed: the endpoint refuses the key, or has no such model.
+        fatal: told why no further episode can succeed: the endpoint refuses the key, has no such model, or takes no
+            prompt with room for so long a reply.
         say: told when the number of calls at once is lowered.
     """
 
@@ -118,9 +119,9 @@ class EndpointSessions:
         self._key = key
         self._fatal = fatal
         self._any_answer = False
-        where = redacted(config.policy.base_url or "")
+        self._where = redacted(config.policy.base_url or "")
         self._throttle = Throttle(
-            config.concurrency, lambda limit: say(f"{where} limits the rate: {limit} calls at once from now on")
+            config.concurrency, lambda limit: say(f"{self._where} limits the rate: {limit} calls at once from now on")
         )
 
     @asynccontextmanager
@@ -154,7 +155,15 @@ class EndpointSessions:
     async def settle(self) -> None:
         """Nothing is kept for closed sessions."""
 
-    def _answered(self) -> None:
+    def _answered(self, reply: Reply) -> None:
+        if reply.finish_reason == "context" and not reply.content and not self._any_answer:
+            tokens = self._config.episode.max_tokens
+            self._fatal(
+                PolicyError(
+                    f"{self._where}: refuses the first prompt as too long, with room for {tokens} more tokens",
+                    hint="lower episode.max_tokens, or set episode.context_window to the model's",
+                )
+            )
         self._any_answer = True
 
     def _failed(self, error: PolicyError) -> None:
@@ -221,7 +230,10 @@ async def check_endpoint(config: EvalConfig, key: str | None, say: Callable[[str
     """
     from openai import APIConnectionError, APIStatusError, OpenAIError
 
-    where = redacted(config.policy.base_url or "")
+    url = config.policy.base_url or ""
+    where = redacted(url)
+    if key and url.startswith("http:") and not is_loopback(url):
+        say(f"the key travels to {where} unencrypted: https would be better")
     async with _client(config, key, _PREFLIGHT_S) as client:
         try:
             listed: Any = await client.get("/models", cast_to=object)

@@ -36,17 +36,12 @@ class Throttle:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[float]:
         """Wait for a place among the calls in flight; gives the moment at which it began (``time.monotonic``)."""
-        async with self._changed:
-            while (wait_s := self._resume_at - time.monotonic()) > 0 or self._in_flight >= self.limit:
-                if wait_s > 0:
-                    # a later pause may begin while this one lasts: looked at again after
-                    try:
-                        await asyncio.wait_for(self._changed.wait(), wait_s)
-                    except TimeoutError:
-                        continue
-                else:
+        while not self._take_place():
+            if (pause_s := self._resume_at - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
+            else:
+                async with self._changed:
                     await self._changed.wait()
-            self._in_flight += 1
         try:
             yield time.monotonic()
         finally:
@@ -77,6 +72,12 @@ class Throttle:
                 self._refusals = min(self._refusals + 1, 10)
         self._resume_at = max(self._resume_at, time.monotonic() + retry_after_s)
         return retry_after_s
+
+    def _take_place(self) -> bool:
+        if time.monotonic() < self._resume_at or self._in_flight >= self.limit:
+            return False
+        self._in_flight += 1
+        return True
 
     async def _wake(self) -> None:
         async with self._changed:
