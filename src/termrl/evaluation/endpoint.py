@@ -214,6 +214,9 @@ async def open_endpoint(
     config: EvalConfig, key: str | None, *, fatal: Callable[[PolicyError], None], say: Callable[[str], None]
 ) -> AsyncIterator[EndpointSessions]:
     """Policies at ``config.policy.base_url``; the key goes there and nowhere else: no redirect is followed."""
+    from termrl.capture.server import raise_open_file_limit
+
+    raise_open_file_limit()
     async with _client(config, key, config.policy.timeout_s) as client:
         yield EndpointSessions(client, config, key=key, fatal=fatal, say=say)
 

@@ -168,7 +168,7 @@ class Scheduler:
         except TimeoutError:
             raise HungError(
                 f"the engine does not answer any more{f' ({pulse.cut})' if pulse.cut else ''}",
-                hint="termrl train --resume goes on from the newest checkpoint",
+                hint="--resume goes on from what is on disk",
             ) from None
 
     async def _wave(
