@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from termrl.rollout.groups import cause_of, lost_attempts
 from termrl.training.events import Silent
 
 _LINE_EVERY_S = 30.0
-_SHOWN_TASKS = 40
+_SHOWN_TASKS = 20
 
 
 class EvalDisplay(Silent):
@@ -110,9 +110,13 @@ def show(console: Console, summary: Mapping[str, Any]) -> None:
     words = ", ".join(f"{count} {reason}" for reason, count in summary["end_reasons"].items())
     if words:
         _say(console, f"ended by: {words}")
-    solved = summary["solved"]
-    more = f" and {len(solved) - _SHOWN_TASKS} more" if len(solved) > _SHOWN_TASKS else ""
-    _say(console, f"solved {len(solved)} of {summary['tasks']}: {', '.join(solved[:_SHOWN_TASKS])}{more}".rstrip(": "))
+    solved, unsolved = summary["solved"], summary["unsolved"]
+    if len(unsolved) < len(solved):
+        _say(console, f"solved {len(solved)} of {summary['tasks']}; not solved: {_names(unsolved) or 'none'}")
+    else:
+        _say(console, f"solved {len(solved)} of {summary['tasks']}: {_names(solved) or 'none'}")
+    if summary["without_verdict"]:
+        _say(console, f"without any verdict: {_names(summary['without_verdict'])}")
     if summary["turns"] is not None:
         tokens = f"{summary['completion_tokens']} tokens sampled"
         _say(console, f"per attempt: {summary['turns']:.1f} turns, {summary['seconds']:.1f} s; {tokens}")
@@ -149,6 +153,11 @@ def _show_kind(console: Console, kind: str, rows: Mapping[str, Mapping[str, Any]
         rates = [f"{row['pass_at'][k]['value']:.2f}" if k in row["pass_at"] else "–" for k in ks]
         table.add_row(escape(name), str(row["tasks"]), str(row["graded"]), *rates, str(row["no_verdict"] or ""))
     console.print(table)
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_TASKS} more" if len(names) > _SHOWN_TASKS else ""
+    return ", ".join(names[:_SHOWN_TASKS]) + more
 
 
 def _counts(counts: Mapping[str, int]) -> str:
