@@ -71,7 +71,7 @@ def test_it_measures_and_says_so(server: ChatServer, tasks: Path, tmp_path: Path
     assert f"{found['passed']} of 6 attempts with a verdict passed (3 tasks)" in out
     assert f"pass@2  {found['pass_at']['2']['value']:.3f}  [" in out
     assert "Wilson score interval at 95 %" in out
-    assert "solved 3 of 3; not solved: none" in out or "not solved: make-" in out
+    assert f"solved {len(found['solved'])} of 3" in out
     assert "results in" in error
     assert 'opening = "terminal-bench"' in (tmp_path / "run" / "config.toml").read_text()
 
