@@ -67,7 +67,7 @@ async def test_what_it_drops_in_mid_step_is_gone_before_it_comes_back(server: Se
         await env.step({"command": "sleep 30"})
     result = await env.step({"command": "true"})
     assert result.observation["success"] is False and "reset" in result.observation["error"]
-    assert server.active == 1
+    assert wait_until(lambda: server.active == 1)
     await env.close()
     assert wait_until(server.is_empty)
 
