@@ -121,7 +121,28 @@ class CommandError(TermrlError):
 
 
 class PolicyError(TermrlError):
-    """The policy's endpoint failed (connection, protocol, error reply). Infrastructure, never a zero."""
+    """The policy's endpoint failed (connection, protocol, error reply). Infrastructure, never a zero.
+
+    Attributes:
+        status: the HTTP status, where there was one.
+        unsampled: the endpoint refused the call before it sampled anything (never connected, 429, 503), so that
+            asking again cannot sample twice.
+        retry_after_s: how long it asked to be left alone.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        status: int | None = None,
+        unsampled: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.unsampled = unsampled
+        self.retry_after_s = retry_after_s
 
 
 class CaptureError(TermrlError):

@@ -8,6 +8,7 @@ passes it in.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -26,6 +27,8 @@ Key = tuple[str, ...]
 ENV_PREFIX = "TERMRL_"
 COMMAND_LINE = "command line"
 _TRUE = "true"
+_USER = re.compile(r"://[^/?#\s'\"]*@")
+_QUERY = re.compile(r"(://[^?#\s'\"]*)\?[^\s'\"]*")
 _NONE_WORDS = frozenset({"none", "null"})
 
 
@@ -74,15 +77,17 @@ class _Layers:
 def load_settings(
     model: type[M],
     *,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
     files: Sequence[Path] = (),
     environ: Mapping[str, str] | None = None,
     aliases: Mapping[str, Key] | None = None,
     flags: Sequence[str] = (),
 ) -> Loaded[M]:
-    """Fill ``model`` from defaults, then ``files`` in order, then ``environ``, then ``flags``.
+    """Fill ``model`` from defaults, then ``presets``, then ``files`` in order, then ``environ``, then ``flags``.
 
     Args:
         model: the root model; every section in it forbids unknown keys.
+        presets: trees of settings that stand for other defaults, by the name that they are reported under.
         files: TOML files, later ones win.
         environ: variables such as ``TERMRL_TRAINING__LR`` (``__`` stands for the dot); others are left alone.
         aliases: variables of other names, and the key that each fills where ``TERMRL_…`` does not.
@@ -92,6 +97,8 @@ def load_settings(
         ConfigError: with every problem of every layer.
     """
     layers = _Layers()
+    for source, tree in (presets or {}).items():
+        _add_tree(layers, tree, (), source)
     for path in files:
         _add_file(layers, path)
     for variable, key in (aliases or {}).items():
@@ -115,6 +122,12 @@ def to_toml(config: BaseModel | Mapping[str, Any]) -> str:
 
     tree = config.model_dump(mode="json") if isinstance(config, BaseModel) else config
     return tomli_w.dumps(_plain(tree))
+
+
+def given_toml(loaded: Loaded[M]) -> str:
+    """TOML text of what was given, with a comment for each key that says where it came from."""
+    lines = [f"# {'.'.join(key)}: {source}" for key, source in loaded.sources.items()]
+    return "\n".join(["# where each setting came from", *lines, "", to_toml(loaded.given)])
 
 
 def known_keys(model: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
@@ -255,8 +268,13 @@ def _describe(model: type[BaseModel], layers: _Layers, detail: dict[str, Any]) -
     else:
         message = message[:1].lower() + message[1:]
         if detail["type"] != "missing" and not isinstance(detail.get("input"), dict):
-            message += f" (got {detail.get('input')!r})"
+            message += f" (got {_without_secrets(repr(detail.get('input')))})"
     return f"{layers.source_of(key)}: {'.'.join(key) or 'settings'}{position}: {message}"
+
+
+def _without_secrets(text: str) -> str:
+    """``text`` with what of a URL may be a secret left out: user and password, query."""
+    return _QUERY.sub(r"\1?…", _USER.sub("://…@", text))
 
 
 def _field_path(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[Key, str]:

@@ -90,7 +90,7 @@ def no_timeout(sandbox: Any) -> None:
     real = sandbox.exec
 
     async def spoilt(command: str, **options: Any) -> ExecResult:
-        return await real(command, **{**options, "timeout_s": options["timeout_s"] + 6})
+        return await real(command, **{**options, "timeout_s": options["timeout_s"] + 3.5})
 
     sandbox.exec = spoilt
 
@@ -178,6 +178,40 @@ async def test_a_check_that_hangs_or_raises_is_a_failure_and_the_next_one_runs(s
         ("fine", "holds", ""),
         ("unclear", "skipped", "no such thing"),
     ]
+
+
+async def test_checks_that_may_run_beside_each_other_and_the_others_run_alone(state: Path) -> None:
+    section = Section("sample")
+    running: list[str] = []
+    met = asyncio.Barrier(2)
+
+    async def overlap(name: str) -> list[str]:
+        running.append(name)
+        await asyncio.sleep(0.05)
+        seen = list(running)
+        running.remove(name)
+        return seen
+
+    @section.check("first of two", within_s=5)
+    async def one(subject: Subject) -> None:
+        await met.wait()
+
+    @section.check("by itself", alone=True)
+    async def by_itself(subject: Subject) -> None:
+        need(await overlap("by itself") == ["by itself"], "something runs beside it")
+
+    @section.check("second of two", within_s=5)
+    async def two(subject: Subject) -> None:
+        await met.wait()
+
+    @section.check("by itself too", alone=True)
+    async def by_itself_too(subject: Subject) -> None:
+        need(await overlap("by itself too") == ["by itself too"], "something runs beside it")
+
+    async with BubblewrapProvider(state=state) as provider:
+        outcomes = [outcome async for outcome in run_checks(Subject(provider), section.checks, at_once=2)]
+    assert [outcome.state for outcome in outcomes] == ["holds"] * 4, outcomes
+    assert [outcome.check.name for outcome in outcomes][2:] == ["by-itself", "by-itself-too"]
 
 
 def test_names_are_unique_and_every_check_says_what_must_hold() -> None:

@@ -38,9 +38,10 @@ def recorded() -> set[str]:
         **update_metrics(update),
         **update_metrics(replace(update, skipped="no_episode")),
         **perf_metrics(Timings(1, 1, 1, 1), episodes=1, tokens=1),
-        **eval_metrics(EvalScores({"a": FamilyScore(1, 1), "b": FamilyScore(1, 1)}, frozenset("b"))),
+        **eval_metrics(EvalScores({"a": FamilyScore(1, 1), "b": FamilyScore(1, 1)}, frozenset("b"), {}, {1: 1.0})),
     }
-    ends = {"episodes_dropped": "cause", "episodes_retried": "cause", "end_reason": "reason", "family": "family"}
+    ends = {"episodes_dropped": "cause", "episodes_retried": "cause", "end_reason": "reason"}
+    ends |= {"family": "family", "pass_at": "k"}
     return {re.sub(rf"/({'|'.join(ends)})/.*", lambda m: f"/{m[1]}/<{ends[m[1]]}>", name) for name in names}
 
 

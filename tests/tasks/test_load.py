@@ -174,7 +174,7 @@ def test_what_docker_can_do_reaches_the_sandbox(tmp_path: Path) -> None:
     task = load_task(folder)
     box = task.sandbox
     assert box.build == ImageBuild(folder.resolve() / "environment", 33)
-    assert (box.image, box.user, box.verifier_user, task.verifier_user) == (None, "bob", "1000", "1000")
+    assert (box.image, box.user, box.verifier_user) == (None, "bob", "1000")
     assert (box.network_mode, box.allowed_hosts) == ("allowlist", ("pypi.org",))
     assert box.healthcheck == Healthcheck("test -e /ready", interval_s=1, retries=7)
     pinned = load_task(write_task(tmp_path / "y", toml=IMAGE, files={"environment/Dockerfile": "FROM debian\n"}))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from termrl.sandboxes.base import SandboxProvider
+from termrl.tasks import load_task
+from termrl.verifier.oracle import golden_check
 from termrl.verifier.verdict import Cause
 from termrl.verifier.verify import verify
 from tests.attacks.backends import missing, open_backend
@@ -45,3 +47,9 @@ async def test_a_user_that_the_image_does_not_have_is_no_verdict(docker: Sandbox
     async with handed_over(docker, task) as (sandbox, baseline):
         verdict = await verify(sandbox, task, baseline=baseline)
     assert (verdict.reward, verdict.cause) == (None, Cause.VERIFIER_CRASH) and "stranger" in verdict.detail
+
+
+async def test_without_one_it_is_the_images_user_whoever_the_agent_is(docker: SandboxProvider) -> None:
+    for name, user in (("image-user", "worker"), ("agent-user", "root")):
+        task = load_task(Path(__file__).parents[1] / "dockertasks" / name)
+        assert (await golden_check(docker, task)).sound, f"tests are not run by {user}"

@@ -6,9 +6,11 @@ import importlib
 import ipaddress
 import math
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
@@ -32,11 +34,19 @@ _HINTS = {
     404: "check the base URL (it usually ends in /v1) and the model's name",
     429: "the endpoint limits the rate: lower the concurrency",
 }
+_OPENAI_HOST = "api.openai.com"
+_UNSAMPLED = frozenset({429, 503})
+_NEVER_CONNECTED = (ConnectionRefusedError, socket.gaierror)
 
 
 @asynccontextmanager
 async def chat_client(
-    base_url: str, api_key: str = "none", *, timeout_s: float = 1200.0, max_connections: int = 2048
+    base_url: str,
+    api_key: str = "none",
+    *,
+    timeout_s: float = 1200.0,
+    max_connections: int = 2048,
+    follow_redirects: bool = True,
 ) -> AsyncIterator[AsyncOpenAI]:
     """One client for a process, closed on every path.
 
@@ -47,11 +57,12 @@ async def chat_client(
         base_url: the endpoint, usually ending in ``/v1``; policies may each point elsewhere.
         timeout_s: silence on one call after which it fails.
         max_connections: calls in flight; further ones wait.
+        follow_redirects: whether a call, key and all, may be sent on to where the endpoint points.
 
     Raises:
         ConfigError: ``base_url`` is no http(s) URL, or carries a user or password.
     """
-    _check_url(base_url)
+    check_url(base_url)
     from openai import AsyncOpenAI, DefaultAioHttpClient, Timeout
 
     # The SDK's HTTP library is httpx or its fork, by version; the limits must be of the same one.
@@ -68,8 +79,13 @@ async def chat_client(
         api_key=api_key or "none",
         max_retries=0,
         timeout=Timeout(timeout_s, connect=30.0, pool=None),
-        http_client=DefaultAioHttpClient(limits=limits, trust_env=not _is_loopback(base_url)),
+        http_client=DefaultAioHttpClient(
+            limits=limits, trust_env=not is_loopback(base_url), follow_redirects=follow_redirects
+        ),
     )
+    if urlsplit(base_url).hostname != _OPENAI_HOST:
+        # the SDK takes them from the environment and sends them to whomever it talks to
+        client.organization = client.project = None
     try:
         yield client
     finally:
@@ -103,7 +119,7 @@ class ChatPolicy:
         max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens",
     ) -> None:
         if base_url is not None:
-            _check_url(base_url)
+            check_url(base_url)
             client = client.with_options(base_url=base_url)
         self._client = client
         self._where = redacted(str(client.base_url))
@@ -123,7 +139,8 @@ class ChatPolicy:
         and a turn cut short because the session server clamped it to the window.
 
         Raises:
-            PolicyError: connection, timeout, error status, or a reply that is no chat completion.
+            PolicyError: connection, timeout, error status, or a reply that is no chat completion; it says whether
+                the endpoint surely sampled nothing.
         """
         from openai import APIConnectionError, APIStatusError, OpenAIError
 
@@ -141,18 +158,25 @@ class ChatPolicy:
                 waited = time.monotonic() - start
                 raise PolicyError(f"{self._where}: no answer within {waited:.1f} s") from error
             reason = " ".join(str(root).split()) or type(root).__name__
-            raise PolicyError(f"{self._where}: {reason}", hint="is the endpoint up?") from error
+            unsampled = isinstance(root, _NEVER_CONNECTED)
+            raise PolicyError(f"{self._where}: {reason}", hint="is the endpoint up?", unsampled=unsampled) from error
         except APIStatusError as error:
-            return self._refused(error.status_code, error.response.text)
+            return self._refused(error.status_code, error.response.text, error.response.headers)
         except (OpenAIError, OSError, ValueError) as error:
             raise PolicyError(f"{self._where}: {type(error).__name__}: {error}") from error
         return self._reply(content, raw.headers, time.monotonic() - start, max_tokens)
 
-    def _refused(self, status: int, body: str) -> Reply:
+    def _refused(self, status: int, body: str, headers: Mapping[str, str]) -> Reply:
         message = _error_message(body)
         if status in (400, 413, 422) and _CONTEXT_OVERFLOW.search(body):
             return Reply({"role": "assistant", "content": ""}, "", "context")
-        raise PolicyError(f"{self._where}: HTTP {status}: {message}", hint=_HINTS.get(status))
+        raise PolicyError(
+            f"{self._where}: HTTP {status}: {message}",
+            hint=_HINTS.get(status),
+            status=status,
+            unsampled=status in _UNSAMPLED,
+            retry_after_s=retry_after(headers.get("retry-after")),
+        )
 
     def _reply(self, content: bytes, headers: Mapping[str, str], wall_s: float, max_tokens: int) -> Reply:
         body = self._json(content)
@@ -206,7 +230,23 @@ def redacted(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
 
 
-def _check_url(url: str) -> None:
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for, given as seconds or as a date; ``None`` for anything else."""
+    seconds = _seconds(value)
+    if seconds is None and value:
+        try:
+            seconds = max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except (ValueError, OverflowError):
+            return None
+    return seconds
+
+
+def check_url(url: str) -> None:
+    """Return if ``url`` can be an endpoint's.
+
+    Raises:
+        ConfigError: no http(s) URL, or one with a user or password.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"base_url: {redacted(url)!r} is not an http(s) URL", hint="such as http://127.0.0.1:8000/v1")
@@ -217,7 +257,8 @@ def _check_url(url: str) -> None:
         )
 
 
-def _is_loopback(url: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Whether an endpoint is on this machine, as its URL has it."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

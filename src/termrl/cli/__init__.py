@@ -21,6 +21,7 @@ BAD_USAGE = 2
 
 _VERBS = {
     "train": ("termrl.cli.train:train", "Train a model on terminal tasks by GRPO."),
+    "eval": ("termrl.cli.eval:evaluate", "Measure a model, a checkpoint or an API on terminal tasks: pass@k."),
     "serve": ("termrl.cli.serve:serve", "Serve tasks to OpenEnv clients."),
     "tasks": ("termrl.cli.tasks:app", "Fetch, generate, list, show and lock tasks."),
     "validate": ("termrl.cli.validate:validate", "Show that tasks are sound: oracle scores 1, doing nothing 0."),

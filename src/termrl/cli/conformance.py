@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from termrl.errors import ConfigError
@@ -17,13 +16,17 @@ from termrl.sandboxes.base import RESOURCES
 from termrl.sandboxes.conformance import CHECKS, Check, Outcome, Subject, run_checks
 from termrl.sandboxes.conformance.check import small_spec
 
+_AT_ONCE = 4
 _WORDS = {"holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]"}
 
 
-def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: bool, image: str | None = None) -> int:
+def conform(
+    backend: str, settings: Mapping[str, Any], *, only: Sequence[str], as_json: bool, image: str | None = None
+) -> int:
     """Run the suite, or the checks named ``only``, and print how it went; 1 if any check fails.
 
     Args:
+        settings: what the backend is opened with, values that JSON can hold.
         image: what sandboxes are made from, for a backend that needs one.
 
     Raises:
@@ -31,7 +34,6 @@ def conform(backend: str, *, state: Path | None, only: Sequence[str], as_json: b
         SandboxStartError: this machine lacks what the backend needs.
     """
     checks = _chosen(only)
-    settings = {} if state is None else {"state": str(state)}
     outcomes, limits = asyncio.run(_run(backend, settings, checks, image, quiet=as_json))
     failed = [outcome for outcome in outcomes if outcome.state == "fails"]
     kept = {resource: _kept(resource, outcomes) for resource in RESOURCES}
@@ -55,16 +57,17 @@ def _chosen(only: Sequence[str]) -> list[Check]:
 
 
 async def _run(
-    backend: str, settings: dict[str, Any], checks: Sequence[Check], image: str | None, *, quiet: bool
+    backend: str, settings: Mapping[str, Any], checks: Sequence[Check], image: str | None, *, quiet: bool
 ) -> tuple[list[Outcome], dict[str, str]]:
     outcomes = []
     async with open_provider(backend, **settings) as provider:
         spec = replace(small_spec(), host_userland=False, image=image) if image else small_spec()
         subject = Subject(provider, spec, backend=backend, settings=settings)
         with _progress(len(checks), quiet=quiet) as say:
-            async for outcome in run_checks(subject, checks):
+            async for outcome in run_checks(subject, checks, at_once=_AT_ONCE):
                 outcomes.append(outcome)
                 say(outcome, len(outcomes))
+        outcomes.sort(key=lambda outcome: checks.index(outcome.check))
         return outcomes, dict(provider.limits)
 
 

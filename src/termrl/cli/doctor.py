@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json as json_module
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from termrl.errors import ConfigError, TermrlError
 from termrl.sandboxes import host
@@ -52,6 +54,7 @@ def doctor(
     sandbox: str | None = None,
     check: Sequence[str] = (),
     image: str | None = None,
+    config: Annotated[tuple[Path, ...], Parameter(name=["--config", "-c"], negative="")] = (),
 ) -> int:
     """Check user namespaces, bubblewrap, a real sandbox, cgroups, memory, open files, disk and the model cache.
 
@@ -71,19 +74,37 @@ def doctor(
         With --sandbox: only this check; can be given several times.
     image
         With --sandbox docker: the image that the suite's containers are made from; it needs bash and coreutils.
+    config
+        With --sandbox: TOML file of termrl train, whose [sandbox.settings] (if it is of that backend) and [images] are
+        used.
     """
     if sandbox is not None and (sandbox != "docker" or image is not None):
         from termrl.cli.conformance import conform
 
-        return conform(sandbox, state=state, only=check, as_json=json, image=image)
+        return conform(sandbox, _settings(sandbox, config, state), only=check, as_json=json, image=image)
     if check:
         hint = "termrl doctor --sandbox bubblewrap --check NAME, or --sandbox docker --image NAME --check NAME"
         raise ConfigError("--check: only where the conformance suite is run", hint=hint)
     if sandbox == "docker":
         from termrl.sandboxes.docker.doctor import checks as docker_checks
 
-        return _report((Check(**asdict(one)) for one in docker_checks(state)), as_json=json)
+        given = _settings(sandbox, config, state)
+        where = Path(given["state"]) if "state" in given else None
+        return _report((Check(**asdict(one)) for one in docker_checks(where, given.get("host"))), as_json=json)
     return _report(checks(state), as_json=json)
+
+
+def _settings(sandbox: str, files: tuple[Path, ...], state: Path | None) -> dict[str, Any]:
+    """What the backend is opened with, as JSON can hold it."""
+    from termrl.config import SandboxConfig, TrainConfig
+    from termrl.settings import load_settings
+
+    given = load_settings(TrainConfig, files=files, environ=os.environ).config
+    mine = given.sandbox if given.sandbox.backend == sandbox else SandboxConfig(backend=sandbox)
+    settings = mine.provider_settings(given.images)
+    if "images" in settings:
+        settings["images"] = given.images.model_dump(mode="json", exclude_defaults=True)
+    return settings if state is None else {**settings, "state": str(state)}
 
 
 def _report(all_checks: Iterable[Check], *, as_json: bool) -> int:

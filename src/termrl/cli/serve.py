@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from termrl.cli.interrupts import Interrupts
+from termrl.cli.tokens import split_tokens
 from termrl.environment.server.config import ALIASES, ServeConfig, check_tbench2_variables
 from termrl.settings import load_settings
 
@@ -66,7 +67,7 @@ def serve(
     stop_with_parent
         End when stdin is closed, hence with the process that holds its other end.
     """
-    folders, others = _split(tasks)
+    folders, others = split_tokens(tasks)
     given = {
         "sandbox.backend": sandbox,
         "host": host,
@@ -133,23 +134,6 @@ async def _stdin_closed() -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.read(1024):
         pass
-
-
-def _split(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Folders, and the settings among them that have no flag of their own (each with its value)."""
-    folders: list[str] = []
-    others: list[str] = []
-    value_next = False
-    for token in tokens:
-        if token.startswith("--"):
-            others.append(token)
-            value_next = "=" not in token
-        elif value_next:
-            others.append(token)
-            value_next = False
-        else:
-            folders.append(token)
-    return folders, others
 
 
 def _toml_list(values: Sequence[str]) -> str:

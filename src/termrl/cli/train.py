@@ -19,9 +19,11 @@ from termrl.cli.interrupts import INTERRUPTED, Interrupts
 from termrl.config import TrainConfig
 from termrl.errors import HungError
 from termrl.runs.store import RunStore
-from termrl.settings import Loaded, load_settings, to_toml
+from termrl.settings import given_toml, load_settings, to_toml
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from termrl.training.events import Watcher
 
 SHORT_FORMS = {
@@ -63,7 +65,7 @@ def train(
     """
     console = Console()
     if keys:
-        show_keys(console)
+        show_keys(console, TrainConfig())
         return 0
     tracking_flags = _tracking_flags(track, prometheus_port)
     flags = [*map(_long, settings), *tracking_flags]
@@ -73,7 +75,7 @@ def train(
     with _figures(loaded.config) as watchers:
         model, pools = _prepare(loaded.config)
         run_dir = _run_dir(loaded.config, config)
-        with RunStore.create(run_dir, given=_given(loaded), resolved=_resolved(loaded)) as store:
+        with RunStore.create(run_dir, given=given_toml(loaded), resolved=to_toml(loaded.config)) as store:
             return _run(console, loaded.config, store, watchers, model=model, pools=pools, resume=False)
 
 
@@ -170,17 +172,8 @@ def _run_dir(config: TrainConfig, files: tuple[Path, ...]) -> Path:
     return Path("runs") / f"{name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _given(loaded: Loaded[TrainConfig]) -> str:
-    lines = [f"# {'.'.join(key)}: {source}" for key, source in loaded.sources.items()]
-    return "\n".join(["# where each setting came from", *lines, "", to_toml(loaded.given)])
-
-
-def _resolved(loaded: Loaded[TrainConfig]) -> str:
-    return to_toml(loaded.config)
-
-
-def show_keys(console: Console) -> None:
-    """Print every setting of :class:`~termrl.config.TrainConfig` with its default and meaning."""
+def show_keys(console: Console, config: BaseModel) -> None:
+    """Print every setting of ``config`` with its value, which is the default, and its meaning."""
     from pydantic import BaseModel
 
     table = Table(box=None, pad_edge=False, show_header=True)
@@ -196,7 +189,7 @@ def show_keys(console: Console) -> None:
             else:
                 table.add_row(f"{prefix}{name}", _shown(value), info.description or "")
 
-    add(TrainConfig(), "")
+    add(config, "")
     console.print(table)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from termrl.config import TrainConfig
 from termrl.environment.address import Address, read_token
@@ -20,6 +21,9 @@ from termrl.rollout.scheduler import EnvironmentFactory
 from termrl.sandboxes import SandboxProvider, open_provider
 from termrl.settings import to_toml
 from termrl.tasks.task import Task
+
+if TYPE_CHECKING:
+    from termrl.evaluation.config import EvalConfig
 
 SETTINGS, LOG = "environment-server.toml", "environment-server.log"
 TASKS = "tasks"
@@ -65,14 +69,10 @@ async def open_environments(
     Raises:
         SandboxStartError, EnvironmentLostError: it cannot be opened.
     """
-    if not config.environment.remote:
-        async with _here(config, tasks, open_sandboxes) as environments:
+    settings = config.environment
+    if not settings.serve or settings.url is not None:
+        async with given_environments(config, tasks, open_sandboxes=open_sandboxes) as environments:
             yield environments
-        return
-    settings, url = config.environment, config.environment.url
-    if url is not None:
-        remote = RemoteEnvironments(url, settings, tasks)
-        yield Environments(remote, lambda: remote.live, _at_once, remote.recover)
         return
     async with ServerProcess(write_serve_settings(config, tasks, run), log=run / LOG) as child:
         child.spawn()
@@ -81,9 +81,17 @@ async def open_environments(
 
 
 @asynccontextmanager
-async def _here(
-    config: TrainConfig, tasks: Mapping[str, Task], open_sandboxes: Callable[..., SandboxProvider]
+async def given_environments(
+    config: TrainConfig | EvalConfig,
+    tasks: Mapping[str, Task],
+    *,
+    open_sandboxes: Callable[..., SandboxProvider] = open_provider,
 ) -> AsyncIterator[Environments]:
+    """As :func:`open_environments`, behind ``environment.url`` or in this process: nothing is started for it."""
+    if (url := config.environment.url) is not None:
+        remote = RemoteEnvironments(url, config.environment, tasks)
+        yield Environments(remote, lambda: remote.live, _at_once, remote.recover)
+        return
     from termrl.environment.terminal import LocalEnvironmentFactory
 
     async with open_sandboxes(config.sandbox.backend, **config.sandbox_settings()) as provider:

@@ -140,15 +140,13 @@ def generate_pools(config: TrainConfig, into: Path) -> TaskPools:
     )
 
 
-def check_runnable(pools: TaskPools, provider: SandboxProvider) -> None:
-    """Refuse tasks that the sandbox cannot run honestly, by name.
+def check_runnable(tasks: Mapping[str, Task], provider: SandboxProvider) -> None:
+    """Refuse tasks (by id) that the sandbox cannot run honestly, by name.
 
     Raises:
         TaskError: names tasks and features.
     """
-    refused = {
-        task.id: reason for task in pools.by_id.values() if (reason := provider.refusal(task.sandbox)) is not None
-    }
+    refused = {task.id: reason for task in tasks.values() if (reason := provider.refusal(task.sandbox)) is not None}
     if refused:
         lines = [f"{name}: {reason}" for name, reason in list(refused.items())[:_NAMED]]
         more = [f"and {len(refused) - _NAMED} more"] if len(refused) > _NAMED else []

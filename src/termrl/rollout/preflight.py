@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from termrl.config import TrainConfig
+from termrl.config import EnvironmentConfig
 from termrl.environment.address import Address, read_token
 from termrl.environment.client import ClientOptions, EnvClient
 from termrl.environment.protocol import Action
@@ -16,7 +16,7 @@ from termrl.environment.remote import RemoteEnvironmentFactory
 from termrl.environment.routes import get_json
 from termrl.environment.verdicts import verdict_of
 from termrl.errors import CapacityError, ConfigError, EnvironmentLostError, SandboxError, TaskError
-from termrl.rollout.pools import TaskPools
+from termrl.tasks.task import Task
 from termrl.verifier.verdict import Outcome
 
 _NAMED = 10
@@ -25,10 +25,15 @@ _LOOK_S = 1.0
 Say = Callable[[str], None]
 
 
-async def check_server(config: TrainConfig, pools: TaskPools, say: Say) -> None:
+async def check_server(
+    settings: EnvironmentConfig, tasks: Mapping[str, Task], *, sessions: int, lockstep: bool, say: Say
+) -> None:
     """Refuse a server that the run could not use, and wait for room on one that others use.
 
     Args:
+        settings: with a ``url``.
+        tasks: all of the run, by id.
+        sessions: how many the run has at once; ``lockstep``: none begins before all have one.
         say: told what is waited for or odd.
 
     Raises:
@@ -36,23 +41,24 @@ async def check_server(config: TrainConfig, pools: TaskPools, say: Say) -> None:
         ConfigError: it refuses the token, has too few sessions, or lets the policy read its tests.
         TaskError: it does not serve tasks of the run; names them.
     """
-    settings = config.environment
     assert settings.url is not None
-    server = _Server(settings.url, config)
+    server = _Server(settings.url, settings, lockstep=lockstep)
     await server.get("/health")
     listed = _listed(await server.get("/tasks"))
     if listed is not None:
-        _check_tasks(server.url, list(pools.by_id), listed)
-    await server.check_room(_sessions(config, pools), _memory_mb(pools, config), say)
+        _check_tasks(server.url, list(tasks), listed)
+    # what so many sessions may use, were they all of the largest tasks
+    memory_mb = sessions * max((task.sandbox.memory_mb or 0 for task in tasks.values()), default=0)
+    await server.check_room(sessions, memory_mb, say)
     if listed is None:
-        await _check_scoring(config, next(iter(pools.by_id)), say)
+        await _check_scoring(settings, next(iter(tasks)), say)
 
 
 class _Server:
-    def __init__(self, url: str, config: TrainConfig) -> None:
+    def __init__(self, url: str, settings: EnvironmentConfig, *, lockstep: bool) -> None:
         self.url = url
-        self._settings = config.environment
-        self._lockstep = config.rollout.schedule == "lockstep"
+        self._settings = settings
+        self._lockstep = lockstep
         self._address = Address.of(url)
         self._options = ClientOptions(
             token=read_token(self._settings.token_file),
@@ -131,9 +137,8 @@ class _Server:
         )
 
 
-async def _check_scoring(config: TrainConfig, task_id: str, say: Say) -> None:
+async def _check_scoring(settings: EnvironmentConfig, task_id: str, say: Say) -> None:
     """A server that is not ours: one reset and one evaluate of an untouched episode say who scores, and whether."""
-    settings = config.environment
     assert settings.url is not None
     environment = RemoteEnvironmentFactory(settings.url, settings=settings).create()
     try:
@@ -165,18 +170,6 @@ def _listed(answer: Any) -> frozenset[str] | None:
     if not isinstance(tasks, list):
         return None
     return frozenset(str(task["id"]) for task in tasks if isinstance(task, dict) and "id" in task)
-
-
-def _sessions(config: TrainConfig, pools: TaskPools) -> int:
-    """How many episodes the run has in session at once."""
-    most = max(config.rollout.groups * config.rollout.samples, len(pools.held_out))
-    return min(config.rollout.concurrency, most)
-
-
-def _memory_mb(pools: TaskPools, config: TrainConfig) -> int:
-    """What so many sessions may use, were they all of the largest tasks."""
-    each = max((task.sandbox.memory_mb or 0 for task in pools.by_id.values()), default=0)
-    return each * _sessions(config, pools)
 
 
 def _number(value: object) -> int | None:

@@ -51,7 +51,7 @@ class PolicySession:
 class PolicySessions(Protocol):
     """Where policy sessions come from; see :mod:`termrl.rollout.sessions`."""
 
-    def open(self, order: int, *, temperature: float) -> Any:
+    def open(self, order: int, *, temperature: float | None) -> Any:
         """An async context manager that gives a :class:`PolicySession` and closes it on every path."""
         ...
 
@@ -91,8 +91,10 @@ class Scheduler:
         concurrency: episodes alive at once. In lock-step the attempts run in waves of this size, so that which
             turns share a batch does not depend on timing.
         bounds: how long anything may be waited for.
-        retries: how often an episode that lost its environment is played again, whole, in a new policy session and
-            with the same seed. In lock-step the others wait for it as they do for a slow command.
+        retries: how often an episode is played again, whole, in a new policy session and with the same seed. In
+            lock-step the others wait for it as they do for a slow command.
+        replay: which episodes are; those that lost their environment by default. Asked after every attempt that may
+            be followed by another, and after the last one.
         recover: awaited before such a retry; returns once environments can be had again, or gives up in bounded time.
     """
 
@@ -106,6 +108,7 @@ class Scheduler:
         concurrency: int,
         bounds: Bounds | None = None,
         retries: int = 0,
+        replay: Callable[[Episode], bool] | None = None,
         recover: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._environments = environments
@@ -115,6 +118,7 @@ class Scheduler:
         self._concurrency = concurrency
         self._bounds = bounds or Bounds()
         self._retries = retries
+        self._replay = replay or environment_lost
         self._recover = recover
 
     async def run(
@@ -122,7 +126,7 @@ class Scheduler:
         attempts: Sequence[Attempt],
         *,
         limits: Limits,
-        temperature: float,
+        temperature: float | None,
         on_end: Callable[[Episode], None] = lambda episode: None,
     ) -> list[Episode]:
         """Run all attempts; the episodes come back in the same order.
@@ -164,7 +168,7 @@ class Scheduler:
         except TimeoutError:
             raise HungError(
                 f"the engine does not answer any more{f' ({pulse.cut})' if pulse.cut else ''}",
-                hint="termrl train --resume goes on from the newest checkpoint",
+                hint="--resume goes on from what is on disk",
             ) from None
 
     async def _wave(
@@ -173,7 +177,7 @@ class Scheduler:
         slots: asyncio.Semaphore,
         pulse: Pulse,
         limits: Limits,
-        temperature: float,
+        temperature: float | None,
         on_end: Callable[[Episode], None],
     ) -> list[Episode]:
         async def one(attempt: Attempt) -> Episode:
@@ -206,12 +210,12 @@ class Scheduler:
             raise group.exceptions[0] from None
         return [task.result() for task in running]
 
-    async def _episode(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float) -> Episode:
+    async def _episode(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float | None) -> Episode:
         lost: list[dict[str, Any]] = []
         while True:
             last = len(lost) >= self._retries or pulse.cut is not None
-            episode = await self._once(attempt, pulse, limits, temperature, last=last)
-            if last or not _environment_lost(episode):
+            episode, again = await self._once(attempt, pulse, limits, temperature, last=last)
+            if not again:
                 break
             lost.append(_loss(episode))
             if self._recover is not None:
@@ -221,8 +225,11 @@ class Scheduler:
             episode.info["lost"] = lost
         return episode
 
-    async def _once(self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float, *, last: bool) -> Episode:
-        """One attempt in a policy session and an environment of its own, both closed after it."""
+    async def _once(
+        self, attempt: Attempt, pulse: Pulse, limits: Limits, temperature: float | None, *, last: bool
+    ) -> tuple[Episode, bool]:
+        """One attempt in a policy session and an environment of its own, both closed after it; and whether it is
+        to be played again."""
         try:
             async with (
                 self._sessions.open(attempt.order, temperature=temperature) as session,
@@ -238,16 +245,18 @@ class Scheduler:
                     limits=limits,
                     seed=attempt.seed,
                 )
+                again = self._replay(episode) and not last
                 # one that is played again stays in the gate: which batch its first turn joins is no matter of timing
-                if self._gate is not None and (last or not _environment_lost(episode)):
+                if self._gate is not None and not again:
                     self._gate.leave(attempt.order)
                 episode.segments = tuple(session.segments())
                 episode.info["capture"] = session.counters()
-                return episode
+                return episode, again
         except (TaskError, ConfigError):
             raise
         except TermrlError as error:
-            return _failed(attempt, error)
+            failed = _failed(attempt, error)
+            return failed, self._replay(failed) and not last
 
 
 @asynccontextmanager
@@ -264,7 +273,7 @@ async def _closing(environment: Environment) -> AsyncIterator[Environment]:
             raise
 
 
-def _environment_lost(episode: Episode) -> bool:
+def environment_lost(episode: Episode) -> bool:
     """Whether the episode has no reward for a reason that another environment may not have."""
     return episode.reward is None and episode.verdict is not None and episode.verdict.cause in REPLAYED_CAUSES
 

@@ -28,9 +28,11 @@ class ServerSessions:
         self._stop_at_fence = stop_at_fence
 
     @asynccontextmanager
-    async def open(self, order: int, *, temperature: float) -> AsyncIterator[PolicySession]:
-        """A policy with its own token record, deleted on every path."""
-        sampling = SamplingDefaults(temperature=temperature, stop_at_fence=self._stop_at_fence)
+    async def open(self, order: int, *, temperature: float | None) -> AsyncIterator[PolicySession]:
+        """A policy with its own token record, deleted on every path. Without a temperature it is 1."""
+        sampling = SamplingDefaults(stop_at_fence=self._stop_at_fence)
+        if temperature is not None:
+            sampling = sampling.model_copy(update={"temperature": temperature})
         session_id = self._server.create_session(order=order, sampling=sampling)
         policy = ChatPolicy(
             self._client,

@@ -31,11 +31,12 @@ class FamilyScore:
 
 @dataclass(frozen=True)
 class EvalScores:
-    """One evaluation on held-out tasks: each family's score, and which of them are trained on."""
+    """One evaluation: each family's score, which of them are trained on, and pass@k where it was measured."""
 
     families: dict[str, FamilyScore]
     untrained: frozenset[str] = frozenset()
     dropped: dict[str, int] = field(default_factory=dict)
+    pass_at: dict[int, float] = field(default_factory=dict)
 
     def overall(self, *, untrained: bool = False) -> float | None:
         """Pass rate over all episodes of the trained (or of the untrained) families."""
@@ -121,11 +122,12 @@ def perf_metrics(timings: Timings, *, episodes: int, tokens: int) -> dict[str, f
 
 
 def eval_metrics(scores: EvalScores) -> dict[str, float]:
-    """``eval/pass_rate`` (trained families), ``eval/untrained_pass_rate`` and one rate per family."""
+    """``eval/pass_rate`` (trained families), ``eval/untrained_pass_rate``, one rate a family, ``eval/pass_at/<k>``."""
     rates = {
         "eval/pass_rate": scores.overall(),
         "eval/untrained_pass_rate": scores.overall(untrained=True),
         **{f"eval/family/{name}": score.pass_rate for name, score in scores.families.items()},
+        **{f"eval/pass_at/{k}": value for k, value in scores.pass_at.items()},
     }
     return {name: rate for name, rate in rates.items() if rate is not None}
 

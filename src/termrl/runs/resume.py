@@ -48,18 +48,29 @@ def resumed_config(
     if loaded.config.run_dir is not None and loaded.sources.get(("run_dir",)) != str(source):
         _check_folder(run, loaded.config.run_dir)
     config = loaded.config.model_copy(update={"run_dir": saved.run_dir})
-    changed = differences(saved, config)
-    refused = {key: values for key, values in changed.items() if not _is_free(key)}
-    if refused:
-        raise ConfigError(
-            [f"{run}: {key} would change: {_shown(old)} → {_shown(new)}" for key, (old, new) in refused.items()],
-            hint="a run goes on with the settings it began with; another --run-dir starts a new one. Free to differ: "
-            + ", ".join(f"{key}*" if key.endswith(".") else key for key in FREE),
-        )
+    refuse_changes(run, saved, config, free=FREE)
     done = _steps_done(run)
     if config.steps < done:
         raise ConfigError(f"{run}: steps = {config.steps}, but {done} are done already")
     return _with_the_same_tasks(saved, config)
+
+
+def refuse_changes(run: Path, saved: BaseModel, config: BaseModel, *, free: Sequence[str]) -> None:
+    """Return if ``config`` differs from the ``saved`` one of ``run`` in ``free`` settings only.
+
+    Args:
+        free: by name, or, ending in a dot, by section.
+
+    Raises:
+        ConfigError: every other setting that differs, with the old and the new value.
+    """
+    refused = {key: values for key, values in differences(saved, config).items() if not _is_free(key, free)}
+    if refused:
+        raise ConfigError(
+            [f"{run}: {key} would change: {_shown(old)} → {_shown(new)}" for key, (old, new) in refused.items()],
+            hint="a run goes on with the settings it began with; another --run-dir starts a new one. Free to differ: "
+            + ", ".join(f"{key}*" if key.endswith(".") else key for key in free),
+        )
 
 
 def kept_config(run: Path, config: TrainConfig) -> TrainConfig:
@@ -109,8 +120,8 @@ def _steps_done(run: Path) -> int:
         raise RunError(f"{newest}: not a checkpoint's name") from None
 
 
-def _is_free(key: str) -> bool:
-    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
+def _is_free(key: str, free: Sequence[str]) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in free)
 
 
 def _same_place(one: object, other: object) -> bool:

@@ -64,12 +64,15 @@ class RunStore:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path, *, given: str, resolved: str) -> RunStore:
+    def create(
+        cls, path: Path, *, given: str, resolved: str, folders: Sequence[str] = ("tokens", "checkpoints")
+    ) -> Self:
         """Start a new run folder.
 
         Args:
             path: a folder that does not exist yet, is empty, or holds a beginning that was killed.
             given, resolved: TOML text of the config as given and as resolved.
+            folders: made in it.
 
         Raises:
             RunError: the folder holds something already, or cannot be made.
@@ -84,8 +87,8 @@ class RunStore:
             if any(path.iterdir()):
                 what = "holds a run already" if (path / "config.toml").exists() else "is not empty"
                 raise RunError(f"{path}: {what}", hint="give another --run-dir, or --resume DIR to go on with that run")
-            (path / "tokens").mkdir()
-            (path / "checkpoints").mkdir()
+            for folder in folders:
+                (path / folder).mkdir()
             write_new(path / "config.given.toml", given.encode())
             write_new(path / "versions.json", _dump(versions()))
             write_new(path / "config.toml", resolved.encode())
@@ -98,7 +101,7 @@ class RunStore:
         return cls(path, lock)
 
     @classmethod
-    def resume(cls, path: Path) -> RunStore:
+    def resume(cls, path: Path) -> Self:
         """Open the folder of a run that stopped.
 
         Raises:

@@ -20,13 +20,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from termrl.config import TrainConfig
 from termrl.errors import ConfigError, RunError
 from termrl.runs.files import write_new
 from termrl.runs.metrics import EvalScores, eval_metrics
 from termrl.training.events import Silent
+
+if TYPE_CHECKING:
+    from termrl.evaluation.config import EvalConfig
 
 OPEN_S = 120.0
 CLOSE_S = 30.0
@@ -217,7 +220,7 @@ def check_tracker(name: str) -> None:
 
 @contextmanager
 def tracking(
-    config: TrainConfig, folder: Path, *, resumed: bool, warn: Callable[[str], None]
+    config: TrainConfig | EvalConfig, folder: Path, *, resumed: bool, warn: Callable[[str], None]
 ) -> Iterator[list[TrackerWatcher]]:
     """Open the tracker that ``track.to`` names for the run in ``folder``; no watcher where it is ``none``.
 

@@ -289,9 +289,15 @@ class Sandbox(abc.ABC):
 
 
 class SandboxProvider(abc.ABC):
-    """Makes sandboxes of one kind and counts them. ``name`` is what ``--sandbox`` takes."""
+    """Makes sandboxes of one kind and counts them.
+
+    Attributes:
+        name: what ``--sandbox`` takes.
+        swept_first: sandboxes of dead owners that were removed when it was opened.
+    """
 
     name: str
+    swept_first: int = 0
 
     @abc.abstractmethod
     def refusal(self, spec: SandboxSpec) -> str | None:

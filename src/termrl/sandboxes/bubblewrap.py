@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from termrl.errors import CommandError, SandboxLostError, SandboxStartError, TaskError
-from termrl.sandboxes import layout
+from termrl.sandboxes import layout, seccomp
 from termrl.sandboxes.base import DEFAULT_WORKDIR, SandboxProvider, SandboxSpec
 from termrl.sandboxes.cgroups import Groups, find_roots
 from termrl.sandboxes.channel import Channel, pair
@@ -56,7 +56,7 @@ class BubblewrapProvider(SandboxProvider):
         self, *, state: Path | None = None, max_storage_mb: int = DEFAULT_STORAGE_MB, cgroups: str = "auto"
     ) -> None:
         folder = state_folder(state)
-        sweep(folder)
+        self.swept_first = sweep(folder).sandboxes
         self._stage: Stage = stage(folder)
         self._owner = Owner(folder)
         self._storage_mb = min(max_storage_mb, memory_mb() // 2)
@@ -173,7 +173,11 @@ class BubblewrapProvider(SandboxProvider):
                 argv = layout.bwrap_arguments(
                     self._stage, sandbox.tests, self._empty, storage_mb=storage_mb, label=label
                 )
-                launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno()])
+                rules = seccomp.descriptor()
+                try:
+                    launcher.send([b"spawn", name.encode(), *map(os.fsencode, argv)], [theirs.fileno(), rules])
+                finally:
+                    os.close(rules)
             await asyncio.wait_for(sandbox.started, START_S)
             await self._furnish(sandbox, storage_mb)
         except BaseException as error:

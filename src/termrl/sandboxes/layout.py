@@ -86,7 +86,8 @@ def bwrap_arguments(stage: Stage, tests: Path, empty: Path, *, storage_mb: int, 
     args = [str(stage.bwrap)]
     args += ["--unshare-user", "--uid", "0", "--gid", "0", "--disable-userns"]
     args += ["--unshare-pid", "--as-pid-1", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    args += ["--hostname", "sandbox", "--new-session", "--die-with-parent", "--cap-drop", "ALL", "--clearenv"]
+    args += ["--hostname", "sandbox", "--seccomp", "4"]
+    args += ["--new-session", "--die-with-parent", "--cap-drop", "ALL", "--clearenv"]
     args += [*_sized(storage_mb, "/"), "--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         folder = Path("/", name)

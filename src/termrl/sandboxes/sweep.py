@@ -41,6 +41,11 @@ class Swept:
     containers: int = 0
     live_owners: int = 0
 
+    @property
+    def sandboxes(self) -> int:
+        """How many sandboxes that was: each has a folder in its owner's, whatever else it had."""
+        return max(self.folders - self.owners, self.containers)
+
 
 class Owner:
     """This process's claim on a folder of its own in the state folder."""

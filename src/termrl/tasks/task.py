@@ -71,11 +71,6 @@ class Task:
         level = self.metadata.get("level")
         return level if isinstance(level, int) else None
 
-    @property
-    def verifier_user(self) -> str | None:
-        """Who runs test.sh (``[verifier] user``), a name or uid of the image; ``None`` for the image's own user."""
-        return self.sandbox.verifier_user
-
     def resolved_sandbox(self) -> SandboxSpec:
         """What to make the sandbox from, with ``[environment] env`` filled from the host.
 

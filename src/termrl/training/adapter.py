@@ -122,6 +122,25 @@ def read_adapter(path: Path) -> tuple[AdapterInfo, dict[str, Tensor]]:
     return info, weights
 
 
+def merged_weights(model_dir: Path, adapter: Path) -> dict[str, Tensor]:
+    """The weights that the adapter changes, float32, by their transformers names; the others are the base's.
+
+    Raises:
+        ModelError: the adapter is of other base weights, or a file is missing.
+    """
+    from safetensors import safe_open
+
+    merge = _Merge(model_dir, adapter)
+    merged: dict[str, Tensor] = {}
+    for path in _weight_files(model_dir):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if merge.changes(name):
+                    merged[name] = merge(name, _float32(file.get_tensor(name)))
+    merge.finish()
+    return merged
+
+
 def export_merged(model_dir: Path, adapter: Path, out: Path) -> None:
     """Write base + (alpha / rank) · B·A as a float32 model folder with its tokenizer, loadable by transformers.
 
@@ -139,31 +158,59 @@ def export_merged(model_dir: Path, adapter: Path, out: Path) -> None:
 
     if out.exists():
         raise ModelError(f"{out}: exists already", hint="give a folder that does not exist")
-    info, updates = read_adapter(adapter)
-    if info.sha256 and info.sha256 != base_sha256(model_dir):
-        raise ModelError(
-            f"{adapter}: was trained on other base weights than those in {model_dir}", hint=f"its base is {info.base}"
-        )
+    merge = _Merge(model_dir, adapter)
     with atomic_folder(out) as folder:
-        _write_merged(model_dir, info, updates, folder)
+        _write_weights(model_dir, folder, merge)
+        merge.finish()
+        _copy_companions(model_dir, folder)
 
 
-def _write_merged(model_dir: Path, info: AdapterInfo, updates: dict[str, Tensor], folder: Path) -> None:
-    import torch
+class _Merge:
+    """base + (alpha / rank) · B·A, tensor by tensor.
 
-    scaling = info.alpha / info.rank
+    Raises:
+        ModelError: the adapter is of other base weights, or is none.
+    """
 
-    def merge(name: str, weight: Tensor) -> Tensor:
-        layer = _PREFIX + name.removesuffix(".weight")
-        a, b = updates.pop(f"{layer}.lora_A.weight", None), updates.pop(f"{layer}.lora_B.weight", None)
+    def __init__(self, model_dir: Path, adapter: Path) -> None:
+        info, self._updates = read_adapter(adapter)
+        if info.sha256 and info.sha256 != base_sha256(model_dir):
+            raise ModelError(
+                f"{adapter}: was trained on other base weights than those in {model_dir}",
+                hint=f"its base is {info.base}",
+            )
+        self._model_dir = model_dir
+        self._scaling = info.alpha / info.rank
+
+    def changes(self, name: str) -> bool:
+        """Whether the adapter has an update for the weight of this name."""
+        return f"{_layer(name)}.lora_A.weight" in self._updates
+
+    def __call__(self, name: str, weight: Tensor) -> Tensor:
+        """The merged weight; each may be asked for once."""
+        import torch
+
+        layer = _layer(name)
+        a, b = self._updates.pop(f"{layer}.lora_A.weight", None), self._updates.pop(f"{layer}.lora_B.weight", None)
         if a is None or b is None:
             return weight
-        return torch.addmm(weight, b.to(torch.float32), a.to(torch.float32), alpha=scaling)
+        return torch.addmm(weight, b.to(torch.float32), a.to(torch.float32), alpha=self._scaling)
 
-    _write_weights(model_dir, folder, merge)
-    if updates:
-        raise ModelError(f"the adapter trains layers that {model_dir} does not have: {sorted(updates)[0]}")
-    _copy_companions(model_dir, folder)
+    def finish(self) -> None:
+        """Refuse an adapter that has updates which no weight asked for."""
+        if self._updates:
+            first = sorted(self._updates)[0]
+            raise ModelError(f"the adapter trains layers that {self._model_dir} does not have: {first}")
+
+
+def _layer(name: str) -> str:
+    return _PREFIX + name.removesuffix(".weight")
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    import torch
+
+    return tensor.to(torch.float32)
 
 
 def write_model(path: Path, model_dir: Path, weights: Mapping[str, Tensor]) -> None:

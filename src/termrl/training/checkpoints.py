@@ -27,7 +27,18 @@ from termrl.training.adapter import export_merged
 if TYPE_CHECKING:
     from termrl.training.trainer import Trainer
 
-__all__ = ["Checkpoint", "annotate", "atomic_folder", "best", "export_merged", "latest", "load", "save"]
+__all__ = [
+    "Checkpoint",
+    "annotate",
+    "at_step",
+    "atomic_folder",
+    "best",
+    "export_merged",
+    "latest",
+    "load",
+    "save",
+    "steps",
+]
 
 _FOLDER = "checkpoints"
 _RECORD = "checkpoint.json"
@@ -137,6 +148,16 @@ def best(run: Path) -> Path | None:
         if score is not None and (top is None or score > top[0]):
             top = (score, path)
     return None if top is None else top[1]
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that have a checkpoint, in order."""
+    return [step for step, _ in _all(run)]
+
+
+def at_step(run: Path, step: int) -> Path | None:
+    """The folder of the checkpoint after ``step``, or ``None``."""
+    return dict(_all(run)).get(step)
 
 
 def load(path: Path) -> Checkpoint:

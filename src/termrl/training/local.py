@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from termrl.agent.prompts import opening
 from termrl.config import TrainConfig
 from termrl.engine.bundled import ensure_model, model_sha256
 from termrl.errors import TermrlError
-from termrl.rollout.bounded import within
 from termrl.rollout.environments import TASKS, open_environments
 from termrl.rollout.pools import TaskPools, check_families, check_runnable, generate_pools, load_pools
 from termrl.rollout.scheduler import Scheduler
+from termrl.rollout.served import serve_engine
 from termrl.runs.inputs import check_inputs
 from termrl.runs.metrics import family_table
 from termrl.runs.progress import Progress
@@ -30,10 +29,6 @@ from termrl.validation.gate import check_sound
 if TYPE_CHECKING:
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
-
-T = TypeVar("T")
-
-_CLOSE_S = 15.0
 
 
 class Checkpoints:
@@ -80,13 +75,16 @@ def _check_server(config: TrainConfig, pools: TaskPools | None, say: Callable[[s
     from termrl.rollout.preflight import check_server
 
     with tempfile.TemporaryDirectory(prefix="termrl-") as folder:
-        asyncio.run(check_server(config, pools or generate_pools(config, Path(folder)), say))
+        pools = pools or generate_pools(config, Path(folder))
+        most = max(config.rollout.groups * config.rollout.samples, len(pools.held_out))
+        sessions, lockstep = min(config.rollout.concurrency, most), config.rollout.schedule == "lockstep"
+        asyncio.run(check_server(config.environment, pools.by_id, sessions=sessions, lockstep=lockstep, say=say))
 
 
 async def _check_sandbox(config: TrainConfig, pools: TaskPools | None) -> None:
     async with open_provider(config.sandbox.backend, **config.sandbox_settings()) as provider:
         if pools is not None:
-            check_runnable(pools, provider)
+            check_runnable(pools.by_id, provider)
 
 
 async def train(
@@ -164,12 +162,7 @@ async def open_parts(
 
     Closing is bounded: what does not end in time is left to the process's own end.
     """
-    from termrl.agent.policy import chat_client
-    from termrl.capture.render import renderer_for
-    from termrl.capture.server import serve
     from termrl.engine.transformers import EmbeddedEngine
-    from termrl.engine.upstream import EmbeddedUpstream
-    from termrl.rollout.sessions import ServerSessions
     from termrl.training.grpo import Parts
     from termrl.training.trainer import Trainer
 
@@ -185,14 +178,13 @@ async def open_parts(
         engine = EmbeddedEngine(model, threads=config.model.threads)
         await environments.ready()
         (watcher or Silent()).sandboxes(environments.live)
-        upstream = EmbeddedUpstream(engine, schedule=config.rollout.schedule)
-        stack.push_async_callback(_bounded, upstream.aclose)
-        server = await stack.enter_async_context(_closed_in_time(serve(upstream, renderer_for(model))))
-        client = await stack.enter_async_context(chat_client(f"{server.url}/v1"))
+        served = await stack.enter_async_context(
+            serve_engine(engine, model, schedule=config.rollout.schedule, stop_at_fence=config.episode.stop_at_fence)
+        )
         scheduler = Scheduler(
             environments=environments.factory,
-            sessions=ServerSessions(server, client, stop_at_fence=config.episode.stop_at_fence),
-            gate=upstream if config.rollout.schedule == "lockstep" else None,
+            sessions=served.sessions,
+            gate=served.gate,
             opening=opening(config.episode.opening),
             concurrency=config.rollout.concurrency,
             bounds=config.bounds(),
@@ -201,20 +193,6 @@ async def open_parts(
         )
         saver = Checkpoints(run, trainer, keep=config.checkpoint.keep)
         yield Parts(trainer, engine, scheduler, pools, saver)
-
-
-@asynccontextmanager
-async def _closed_in_time(context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    value = await context.__aenter__()
-    try:
-        yield value
-    finally:
-        await _bounded(lambda: context.__aexit__(None, None, None))
-
-
-async def _bounded(close: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    with contextlib.suppress(TimeoutError):
-        await within(_CLOSE_S, close())
 
 
 def summarise(config: TrainConfig, run: Path, progress: Progress, base: Mapping[str, Any]) -> dict[str, Any]:

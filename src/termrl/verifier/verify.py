@@ -152,7 +152,7 @@ async def _run_tests(
         await sandbox.open_verify_window(task.tests, exclude=excluded_paths(task.tests))
         if await _reward_files_present(sandbox):
             return _missing(Cause.BAD_REWARD, "a reward file stood there before the tests ran", evidence)
-        async with _acting_as(sandbox, task.verifier_user):
+        async with _acting_as(sandbox, sandbox.spec.verifier_user):
             result = await sandbox.exec(
                 _DRIVER,
                 timeout_s=max(budget - evidence.elapsed, 0.001),
@@ -183,7 +183,7 @@ async def _run_tests(
 @contextlib.asynccontextmanager
 async def _acting_as(sandbox: Sandbox, user: str | None) -> AsyncIterator[None]:
     """Let ``user`` run the tests, and write what they find; root otherwise."""
-    if user in (None, "root", "0"):
+    if not user or user in ("root", "0"):
         yield
         return
     await sandbox.exec(f"chmod 777 -- {LOGS}", timeout_s=_CLEANUP_S, cwd="/", clean_env=True)

@@ -25,7 +25,7 @@ url, count, command = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 def play():
     with connect(url, compression=None, open_timeout=60) as socket:
-        socket.send(json.dumps({"type": "reset", "data": {"task_id": "one"}}))
+        socket.send(json.dumps({"type": "reset", "data": {}}))
         answer = json.loads(socket.recv())
         assert answer["type"] == "observation", answer
         socket.send(json.dumps({"type": "step", "data": {"command": command, "wait_seconds": 600}}))

@@ -14,7 +14,7 @@ from termrl.sandboxes.docker.provider import DockerProvider
 
 @pytest.fixture
 async def provider(state: Path, docker_required: None) -> AsyncIterator[DockerProvider]:
-    async with DockerProvider(state=state) as provider:
+    async with DockerProvider(state=state, images={"pull_attempts": 1}) as provider:
         yield provider
 
 

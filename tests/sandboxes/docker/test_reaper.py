@@ -173,7 +173,7 @@ async def test_settings_that_are_wrong_are_a_config_error(docker_required: None)
 
     with pytest.raises(ConfigError, match=r"sandbox: docker: .*colour"):
         open_provider("docker", colour="blue")
-    with pytest.raises(ConfigError, match=r"images\.parallel: .*greater"):
+    with pytest.raises(ConfigError, match=r"^images\.parallel: .*greater"):
         open_provider("docker", images={"parallel": 0})
 
 

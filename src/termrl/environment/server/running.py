@@ -10,7 +10,6 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from termrl.config import SandboxConfig
 from termrl.environment.server.admission import Admission
 from termrl.environment.server.config import MEMORY_SHARE, ServeConfig
 from termrl.environment.server.metrics import CountedProvider, ServerMetrics
@@ -101,7 +100,6 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
             hint="ulimit -n raises that, or lower --max-sessions",
         )
     tasks, left_out = load_tasks(config.tasks, skip_broken=config.skip_broken)
-    swept = sweep_first(config.sandbox)
     async with open_provider(config.sandbox.backend, **config.sandbox.provider_settings(config.images)) as inner:
         provider = CountedProvider(inner)
         max_memory_mb = config.max_memory_mb or int(memory_mb() * MEMORY_SHARE)
@@ -117,7 +115,7 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
             factory.create,
             admission=admission,
             budgets=_budgets(config),
-            metrics=ServerMetrics(admission, provider, swept=swept),
+            metrics=ServerMetrics(admission, provider, swept=inner.swept_first),
             backend=provider.name,
             default_task_id=_default_task(config, tasks),
         )
@@ -178,16 +176,6 @@ def runnable(
         lines += [f"and {len(refused) - _NAMED} more"] if len(refused) > _NAMED else []
         raise TaskError("\n".join(lines), hint="--skip-broken goes on with the others" if good else None)
     return good, refused
-
-
-def sweep_first(sandbox: SandboxConfig) -> int:
-    """Remove what killed servers and runs left of bubblewrap sandboxes; returns how many of their owners were dead."""
-    if sandbox.backend != "bubblewrap":
-        return 0
-    from termrl.sandboxes.sweep import sweep
-
-    state = sandbox.settings.get("state")
-    return sweep(None if state is None else Path(state)).folders
 
 
 def _listener(config: ServeConfig) -> socket.socket:

@@ -79,6 +79,7 @@ class Check:
         body: the check itself; raises :class:`Unmet`, :class:`NotHere` or whatever the sandbox raises.
         within_s: seconds after which it counts as failed.
         limit: the key of :attr:`SandboxProvider.limits` that it puts to the test; skipped where that is not there.
+        alone: it measures time or what this process has, so that no other check may run beside it.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Check:
     body: Callable[[Subject], Awaitable[None]]
     within_s: float
     limit: str | None = None
+    alone: bool = False
 
     async def run(self, subject: Subject) -> Failure | None:
         """``None`` if the behaviour holds.
@@ -133,16 +135,37 @@ class Outcome:
         }
 
 
-async def run_checks(subject: Subject, checks: Iterable[Check]) -> AsyncIterator[Outcome]:
-    """Run checks one after the other and yield how each went; none of them raises."""
-    for check in checks:
-        begin = time.monotonic()
+async def run_checks(subject: Subject, checks: Iterable[Check], *, at_once: int = 1) -> AsyncIterator[Outcome]:
+    """Run checks and yield how each went, when it is known; none of them raises.
+
+    Args:
+        at_once: how many run beside each other, of those that may; these come first then.
+    """
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(check: Check) -> Outcome:
+        async with gate:
+            begin = time.monotonic()
+            try:
+                failure = await check.run(subject)
+                state, detail = ("fails", failure.message) if failure else ("holds", "")
+            except NotHere as reason:
+                state, detail = "skipped", str(reason)
+            return Outcome(check, state, detail, time.monotonic() - begin)
+
+    alone = list(checks)
+    if at_once > 1:
+        tasks = [asyncio.ensure_future(one(check)) for check in alone if not check.alone]
+        alone = [check for check in alone if check.alone]
         try:
-            failure = await check.run(subject)
-            state, detail = ("fails", failure.message) if failure else ("holds", "")
-        except NotHere as reason:
-            state, detail = "skipped", str(reason)
-        yield Outcome(check, state, detail, time.monotonic() - begin)
+            for done in asyncio.as_completed(tasks):
+                yield await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    for check in alone:
+        yield await one(check)
 
 
 class Section:
@@ -153,13 +176,13 @@ class Section:
         self.checks: list[Check] = []
 
     def check(
-        self, what: str, *, within_s: float = 30.0, limit: str | None = None
+        self, what: str, *, within_s: float = 30.0, limit: str | None = None, alone: bool = False
     ) -> Callable[[Callable[[Subject], Awaitable[None]]], Check]:
         """Make a check of a function; its name, with hyphens, becomes the check's."""
 
         def make(body: Callable[[Subject], Awaitable[None]]) -> Check:
             name = getattr(body, "__name__", "").replace("_", "-")
-            made = Check(name, self.name, what, body, within_s, limit)
+            made = Check(name, self.name, what, body, within_s, limit, alone)
             self.checks.append(made)
             return made
 

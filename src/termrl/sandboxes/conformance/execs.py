@@ -31,7 +31,7 @@ async def _sleepers(sandbox: Sandbox) -> list[str]:
     return (await ask(sandbox, f"for p in /proc/[0-9]*; do {each}; done 2>/dev/null")).split()
 
 
-@section.check("exit code, stdout and stderr in order, and duration are reported")
+@section.check("exit code, stdout and stderr in order, and duration are reported", alone=True)
 async def exit_code(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         result = await sandbox.exec("echo out; echo err >&2; sleep 0.2; exit 3", timeout_s=EXEC_S)
@@ -156,7 +156,7 @@ async def long_command(subject: Subject) -> None:
         same(both.output, "100000\n", "length of a variable of 100 kB beside a command of 50 kB")
 
 
-@section.check("a timeout kills the whole tree, setsid daemons included, and returns what had come")
+@section.check("a timeout kills the whole tree, setsid daemons included, and returns what had come", alone=True)
 async def timeout_kills_the_tree(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         command = (
@@ -188,7 +188,7 @@ async def timeout_spares_earlier(subject: Subject) -> None:
         same(await _sleepers(sandbox), ["304"], "left running")
 
 
-@section.check("a timeout among commands at once cuts only its own")
+@section.check("a timeout among commands at once cuts only its own", alone=True)
 async def timeout_among_others(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         slow, quick = await asyncio.gather(
@@ -198,7 +198,7 @@ async def timeout_among_others(subject: Subject) -> None:
         same(found, (True, False, "done\n"), "timed out, the other timed out, its output")
 
 
-@section.check("a background child that holds stdout does not hold the call, and is counted")
+@section.check("a background child that holds stdout does not hold the call, and is counted", alone=True)
 async def background_holds_stdout(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         begin = time.monotonic()
@@ -210,13 +210,13 @@ async def background_holds_stdout(subject: Subject) -> None:
         same((await sandbox.exec("sleep 1000 & true", timeout_s=EXEC_S)).background, 2, "background after another")
 
 
-@section.check("what a background child says within 0.1 s of the shell's exit is kept")
+@section.check("what a background child says within 0.1 s of the shell's exit is kept", alone=True)
 async def late_output(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         same(await ask(sandbox, "(sleep 0.02; echo late) & true"), "late\n", "output")
 
 
-@section.check("a service that goes on writing to the output of its command lives on")
+@section.check("a service that goes on writing to the output of its command lives on", alone=True)
 async def service_lives_on(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         await ask(sandbox, "(while sleep 0.05; do echo beat; date +%N > /tmp/b && mv /tmp/b /tmp/beat; done) &")
@@ -232,7 +232,7 @@ async def zombies(subject: Subject) -> None:
         same(await ask(sandbox, "grep -l '^State:.Z' /proc/[0-9]*/status"), "", "zombies")
 
 
-@section.check("16 commands at once run side by side, each with its own output and exit code")
+@section.check("16 commands at once run side by side, each with its own output and exit code", alone=True)
 async def sixteen_at_once(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         begin = time.monotonic()

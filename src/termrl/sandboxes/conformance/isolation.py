@@ -111,6 +111,23 @@ async def first_process_untraceable(subject: Subject) -> None:
         await refused(sandbox, f"{await python_in(sandbox)} -c '{attach}'")
 
 
+@section.check("a command cannot change what bounds the first process")
+async def first_process_bounds(subject: Subject) -> None:
+    change = (
+        "import resource, sys\n"
+        "for name in range(16):\n"
+        "  own = resource.getrlimit(name)\n"
+        "  for limits in ((0, 0), (0, own[1]), own):\n"
+        "    try: resource.prlimit(1, name, limits)\n"
+        "    except PermissionError: continue\n"
+        "    sys.exit(f'limit {name} of process 1 is set to {limits}')\n"
+    )
+    async with subject.sandbox() as sandbox:
+        result = await sandbox.exec(f"{await python_in(sandbox)} - <<'EOF'\n{change}EOF", timeout_s=EXEC_S)
+        same((result.output, result.exit_code), ("", 0), "output and exit code")
+        same(await ask(sandbox, "ulimit -n 64; ulimit -n; true & wait $!; echo alive"), "64\nalive\n", "its own limits")
+
+
 @section.check("kernel settings cannot be written")
 async def kernel_settings(subject: Subject) -> None:
     names = ("kernel/core_pattern", "kernel/modprobe", "vm/drop_caches", "user/max_user_namespaces")

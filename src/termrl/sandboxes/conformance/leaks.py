@@ -52,7 +52,7 @@ async def _settles(condition: Callable[[], bool]) -> bool:
     return True
 
 
-@section.check("stop ends daemons and leaves nothing of this process's: descriptors, threads, children")
+@section.check("stop ends daemons and leaves nothing of this process's: descriptors, threads, children", alone=True)
 async def stop_leaves_nothing(subject: Subject) -> None:
     seconds = _nonce()
     async with subject.sandbox() as sandbox:
@@ -67,7 +67,7 @@ async def stop_leaves_nothing(subject: Subject) -> None:
     same(subject.provider.live, 0, "live sandboxes")
 
 
-@section.check("a create that fails or is cancelled leaves nothing")
+@section.check("a create that fails or is cancelled leaves nothing", alone=True)
 async def failing_create(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         await ask(sandbox, "true")
@@ -92,12 +92,16 @@ async def failing_create(subject: Subject) -> None:
     same(_own(), before, "descriptors, threads and children of this process")
 
 
-@section.check("SIGKILL of an owner of 20 sandboxes with 40 daemons leaves nothing after a sweep", within_s=90)
+@section.check(
+    "SIGKILL of an owner of 20 sandboxes with 40 daemons leaves nothing after a sweep", within_s=90, alone=True
+)
 async def killed_then_swept(subject: Subject) -> None:
     await _killed(subject, subject.provider.sweep)
 
 
-@section.check("SIGKILL of an owner of 20 sandboxes with 40 daemons leaves nothing once another starts", within_s=90)
+@section.check(
+    "SIGKILL of an owner of 20 sandboxes with 40 daemons leaves nothing once another starts", within_s=90, alone=True
+)
 async def killed_then_next_start(subject: Subject) -> None:
     async def start_and_close() -> None:
         async with open_provider(subject.backend or "", **subject.settings) as provider:

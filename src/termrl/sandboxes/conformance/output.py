@@ -19,7 +19,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@section.check("300 MB of output cost bounded memory; head and tail are kept around a mark", within_s=90)
+@section.check("300 MB of output cost bounded memory; head and tail are kept around a mark", within_s=90, alone=True)
 async def flood(subject: Subject) -> None:
     async with subject.sandbox() as sandbox:
         before = _resident_bytes()
@@ -58,7 +58,7 @@ async def flood_until_timeout(subject: Subject) -> None:
         need(result.truncated_bytes > 0, "nothing is said to be gone")
 
 
-@section.check("a flood from the background is slowed and does not disturb later commands")
+@section.check("a flood from the background is slowed and does not disturb later commands", alone=True)
 async def background_flood(subject: Subject) -> None:
     ticks = "cut -d' ' -f14,15 /proc/$(cat /tmp/pid)/stat"
     async with subject.sandbox() as sandbox:

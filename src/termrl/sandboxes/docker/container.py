@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 _KILLED = 137
 _LOOK_S = 1.0
+_ENDING_S = 0.5
 _SHOWN = 400
 # Kinds of a change as the Engine API numbers them.
 _KINDS = ("changed", "added", "deleted")
@@ -292,7 +293,12 @@ class DockerSandbox(Sandbox):
                 await self._answered(line, listener, self._background(self._keeper.daemon.call(begin)))
             except Exception as error:
                 self._check()
-                raise self._lost(await self._ended() or said_by(error)) from error
+                why = await self._ended()
+                if why is None:
+                    # The daemon can be late to see that it is ending.
+                    await asyncio.sleep(_ENDING_S)
+                    why = await self._ended()
+                raise self._lost(why or said_by(error)) from error
         # Root: the files that it takes care of may be anyone's, and so may those of the tests.
         user = b"" if self._sealed else options.user_field(self.spec.user)
         await line.setup([b"", user, *self._bounds], [])

@@ -66,7 +66,7 @@ class DockerProvider(SandboxProvider):
         self.daemon = Connection(host, threads=threads)
         try:
             self._stage = stage(self._state, bubblewrap=False)
-            self.sweep()
+            self.swept_first = self.sweep().sandboxes
             self._networks = {one["Name"] for one in self.daemon.client.api.networks()}
         except BaseException:
             self.daemon.close()
@@ -147,6 +147,7 @@ class DockerProvider(SandboxProvider):
             env={**image.env, **spec.env},
             workdir=spec.workdir or image.workdir or DEFAULT_WORKDIR,
             user=spec.user or image.user,
+            verifier_user=spec.verifier_user or image.user,
         )
         name = f"{reaper.PREFIX}{self._owner.name}-{next(self._names)}"
         sandbox = DockerSandbox(self, effective, name, self._owner.folder / name, image.id)

@@ -3,8 +3,8 @@
 It exists so that a large process never forks, and because bubblewrap's ``--die-with-parent`` fires when the thread
 that started it ends. It ends when its control socket (standard input) closes, and everything that it started then ends.
 
-Packets are fields joined by NUL. In: ``spawn id argv…`` with one descriptor (the sandbox's end of its socket),
-``kill id``. Out: ``exited id status message``.
+Packets are fields joined by NUL. In: ``spawn id argv…`` with two descriptors (the sandbox's end of its socket,
+its system call filter), ``kill id``. Out: ``exited id status message``.
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
@@ -15,6 +15,7 @@ import sys
 
 _CONTROL = 0
 _SANDBOX_END = 3
+_FILTER = 4
 _MAX_PACKET = 1 << 17
 _MSG_CMSG_CLOEXEC = 0x40000000
 _SIZE_OF_FD = 4
@@ -98,6 +99,7 @@ def _spawn(
         (os.POSIX_SPAWN_DUP2, null, 1),
         (os.POSIX_SPAWN_DUP2, write, 2),
         (os.POSIX_SPAWN_DUP2, fds[0], _SANDBOX_END),
+        (os.POSIX_SPAWN_DUP2, fds[1], _FILTER),
     ]
     defaults = [_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE]
     try:
