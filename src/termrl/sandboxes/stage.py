@@ -31,7 +31,7 @@ _MODULES = (
     "archive",
     *(
         f"staged/{name}"
-        for name in ("launcher", "resident", "container", "bounds", "files", "look", "memory", "processes")
+        for name in ("launcher", "resident", "container", "bounds", "files", "look", "memory", "processes", "shielding")
     ),
 )
 _PROBE = """

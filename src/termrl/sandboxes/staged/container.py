@@ -20,7 +20,8 @@ from termrl.sandboxes import archive
 from termrl.sandboxes.staged import files, processes
 from termrl.sandboxes.staged.bounds import Bounds
 from termrl.sandboxes.staged.launcher import reap
-from termrl.sandboxes.staged.resident import CONTROL, Resident, ignore_signals, not_dumpable
+from termrl.sandboxes.staged.resident import CONTROL, Resident
+from termrl.sandboxes.staged.shielding import ignore_signals, not_dumpable
 
 _SHELL = "/bin/bash"
 _FIRST_VICTIM = b"1000"

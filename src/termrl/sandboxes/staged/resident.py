@@ -15,7 +15,6 @@ import _socket
 import errno
 import os
 import select
-import sys
 import time
 
 from termrl.sandboxes import archive
@@ -23,6 +22,7 @@ from termrl.sandboxes.output import BoundedOutput
 from termrl.sandboxes.staged import files, look, memory, processes
 from termrl.sandboxes.staged.bounds import Bounds, Victims, cull, stop_and_kill_everyone
 from termrl.sandboxes.staged.launcher import reap, receive, wake_on_child
+from termrl.sandboxes.staged.shielding import ignore_signals, not_dumpable
 
 CONTROL = 3
 _SHELL = "/bin/bash"
@@ -418,26 +418,6 @@ def _reason(error: OSError) -> bytes:
     name = error.filename
     where = b"" if name is None or isinstance(name, int) else os.fsencode(name) + b": "
     return where + os.fsencode(error.strerror or str(error))
-
-
-def not_dumpable() -> None:
-    """Make sure that no other process can look into this one, also where the execute-only program did not."""
-    try:
-        os.close(os.open("/proc/self/environ", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        return
-    import ctypes
-
-    pr_set_dumpable = 4
-    if ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0) != 0:
-        sys.exit("cannot make the first process undumpable")
-
-
-def ignore_signals() -> None:
-    """Ignore every signal that can be ignored, but for the ends of children."""
-    for number in range(1, 65):
-        if number not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, 32, 33):
-            _signal.signal(number, _signal.SIG_IGN)
 
 
 def main() -> None:
