@@ -8,6 +8,7 @@ passes it in.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -26,6 +27,7 @@ Key = tuple[str, ...]
 ENV_PREFIX = "TERMRL_"
 COMMAND_LINE = "command line"
 _TRUE = "true"
+_USER_INFO = re.compile(r"://[^/@\s]*@")
 _NONE_WORDS = frozenset({"none", "null"})
 
 
@@ -255,7 +257,7 @@ def _describe(model: type[BaseModel], layers: _Layers, detail: dict[str, Any]) -
     else:
         message = message[:1].lower() + message[1:]
         if detail["type"] != "missing" and not isinstance(detail.get("input"), dict):
-            message += f" (got {detail.get('input')!r})"
+            message += f" (got {_USER_INFO.sub('://…@', repr(detail.get('input')))})"
     return f"{layers.source_of(key)}: {'.'.join(key) or 'settings'}{position}: {message}"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,7 @@ import pytest
 
 from termrl.capture.render import ChatMLRenderer
 from termrl.capture.server import serve
-from termrl.integrations.miles import agent, parts
-from termrl.integrations.miles.groups import _lost_in_a_row
+from termrl.integrations.miles import agent, groups, parts
 from termrl.integrations.miles.report import TALLY
 from tests.capture.fakes import FakeUpstream, small_tokenizer
 from tests.endtoend.tiny import write_tasks
@@ -23,11 +23,12 @@ Open = Callable[..., AbstractAsyncContextManager[FakeMiles]]
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No setting of the machine's, no count of an earlier test, and nothing left open."""
-    for name in ("OPENENV_", "MILES_", "AGENT_MODEL_NAME", "TERMRL_TOKEN"):
-        for variable in [variable for variable in __import__("os").environ if variable.startswith(name)]:
+    for variable in list(os.environ):
+        if variable.startswith(("OPENENV_", "MILES_", "AGENT_MODEL_NAME", "TERMRL_TOKEN")):
             monkeypatch.delenv(variable)
     TALLY.take()
-    _lost_in_a_row.clear()
+    TALLY.faults.clear()
+    monkeypatch.setattr(groups, "_lost_in_a_row", 0)
     yield
     assert not agent._running
     assert not parts._by_loop

@@ -179,12 +179,12 @@ class FakeMiles:
         metadata = {**given.metadata, "session_server_id": self._server.removeprefix("http://")}
         if self._max_seq_len is not None:
             metadata["max_seq_len"] = self._max_seq_len
-        returned = None
+        returned: dict[str, Any] | None = None
         try:
             returned = await load_function(self.args.custom_agent_function_path)(
                 base_url=f"{self._server}/sessions/{session_id}",
                 prompt=given.prompt,
-                request_kwargs=_request_kwargs(self._sampling),
+                request_kwargs=_request_kwargs(self._sampling, given.index),
                 metadata=metadata,
             )
         except Exception as error:
@@ -209,8 +209,7 @@ class FakeMiles:
             sample.non_generation_time = waited
         if not self._v2:
             return sample
-        if (returned or {}).get("reward") is not None:
-            sample.reward = returned["reward"]
+        sample.reward = (returned or {}).get("reward")
         return [sample]
 
     async def _ask(self, method: str, path: str) -> Any:
@@ -243,7 +242,9 @@ def prompt_groups(path: Path, *, samples: int) -> Iterator[list[Sample]]:
             index, group = index + samples, group + 1
 
 
-def _request_kwargs(sampling: dict[str, Any]) -> dict[str, Any]:
+def _request_kwargs(sampling: dict[str, Any], index: int) -> dict[str, Any]:
+    if "sampling_seed" in sampling:  # as with deterministic inference, each sample has its own
+        sampling = {**sampling, "sampling_seed": sampling["sampling_seed"] + index}
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
     return {names.get(name, name): value for name, value in sampling.items() if value is not None}
 

@@ -174,6 +174,7 @@ class TestTheReward:
     async def _of(self, metadata: Any) -> tuple[float | None, Sample.Status]:
         sample = Sample(0, 0, [], metadata, status=Sample.Status.COMPLETED)
         one = await reward_func(None, sample)
+        assert not isinstance(one, list)
         assert await reward_func(None, [sample, sample]) == [one, one]
         return one, sample.status
 

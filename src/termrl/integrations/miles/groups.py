@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from termrl.errors import RunError
-from termrl.integrations.miles.report import flat
+from termrl.integrations.miles.report import TALLY, flat
 from termrl.integrations.miles.settings import read_settings
 
 REASON = "group_has_aborted"
 
-_lost_in_a_row: Counter[str] = Counter()
+_NAMED = 3
+
+_lost_in_a_row = 0
 
 
 def keep_group(args: Any, samples: Sequence[Any], **kwargs: Any) -> Any:
@@ -23,25 +25,19 @@ def keep_group(args: Any, samples: Sequence[Any], **kwargs: Any) -> Any:
         RunError: as many groups were lost in a row as ``stop_after_lost_groups`` says. miles itself would go on for
             ever, since it takes another group in place of each that is dropped.
     """
-    causes = Counter(_cause(sample) for sample in flat(samples) if sample.status == type(sample).Status.ABORTED)
-    if not causes:
-        _lost_in_a_row.clear()
+    global _lost_in_a_row
+    if not any(sample.status == type(sample).Status.ABORTED for sample in flat(samples)):
+        _lost_in_a_row = 0
         return _verdict(True, None)
-    _lost_in_a_row["groups"] += 1
+    _lost_in_a_row += 1
     limit = read_settings(os.environ).stop_after_lost_groups
-    if limit and _lost_in_a_row["groups"] >= limit:
-        _lost_in_a_row.clear()
-        why = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
-        raise RunError(
-            f"{limit} groups in a row were lost to aborted samples; the causes in the last one: {why}",
-            hint="the log names each; stop_after_lost_groups = 0 goes on regardless",
-        )
+    if limit and _lost_in_a_row >= limit:
+        _lost_in_a_row = 0
+        # a sample without a recorded turn does not carry its cause: miles keeps nothing of what was returned for it
+        common = Counter(TALLY.faults).most_common(_NAMED)
+        lines = [f"{limit} groups in a row were lost to aborted samples", *(f"{n} × {why}" for why, n in common)]
+        raise RunError("\n".join(lines), hint="stop_after_lost_groups = 0 goes on regardless")
     return _verdict(False, REASON)
-
-
-def _cause(sample: Any) -> str:
-    metrics = sample.metadata.get("agent_metrics") if isinstance(sample.metadata, dict) else None
-    return str((metrics or {}).get("cause") or "unknown")
 
 
 def _verdict(keep: bool, reason: str | None) -> Any:

@@ -6,7 +6,7 @@ miles calls a log function with its own metrics before it logs them; what is add
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -27,12 +27,18 @@ _MEANS = {
 
 
 class Tally:
-    """What became of this process's episodes since the last report, those of dropped groups included."""
+    """What became of this process's episodes since the last report, those of dropped groups included.
+
+    Attributes:
+        unscored: samples that were marked as aborted for want of a reward.
+        faults: why the latest episodes without a verdict have none (surplus ones apart); not begun anew.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.unscored = 0
+        self.faults: deque[str] = deque(maxlen=32)
 
     def ended(self, result: Mapping[str, Any]) -> None:
         """An episode came to ``result``."""
@@ -41,7 +47,10 @@ class Tally:
         names = ["episodes", f"end_reason/{metrics['end_reason']}"]
         if result["reward"] is None:
             names.append(f"dropped/{cause}")
-            names.append("surplus" if cause == Cause.CANCELLED else "faults")
+            surplus = cause == Cause.CANCELLED
+            names.append("surplus" if surplus else "faults")
+            if not surplus:
+                self.faults.append(f"{cause}: {result['eval_report'].get('detail') or 'no detail'}")
         elif cause is not None:
             names.append(f"cause/{cause}")
         names += [f"retried/{cause}" for cause in metrics["retried"]]
