@@ -158,7 +158,8 @@ class TestAbort:
             assert await settled(lambda: bool(made) and made[0].live == 6)
             await abort(worker.args)
             assert made[0].live == 0
-            group = await asyncio.wait_for(playing, 5)
+            async with asyncio.timeout(5):
+                group = await playing
         assert {played.reward for played in group} == {None}
         assert {played.status for played in group} == {Sample.Status.ABORTED}
         counts = TALLY.take()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from termrl.capture.render import renderer_for
 from termrl.capture.server import serve
@@ -31,7 +32,7 @@ async def test_a_step_raises_the_probability_of_what_was_rewarded(tasks: Path, t
     rows.write_text(json.dumps({**row, "prompt": [{"role": "system", "content": "Use bash."}]}))  # of a small window
     trainer = Trainer(model, TrainingConfig(**_TRAINING), seed=0, threads=1)
     upstream = EmbeddedUpstream(EmbeddedEngine(model, threads=1), schedule="continuous")
-    sampling = {"max_new_tokens": 4, "temperature": 1.0, "top_k": None, "sampling_seed": 1}
+    sampling = {"max_new_tokens": 4, "temperature": 1.0, "top_k": None, "sampling_seed": 1, "stop_at_fence": True}
     try:
         async with (
             serve(upstream, renderer_for(model)) as server,
@@ -62,9 +63,7 @@ async def test_a_step_raises_the_probability_of_what_was_rewarded(tasks: Path, t
     assert metrics["agent/episodes"] == 24 and metrics["agent/fault_rate"] == 0.0
 
 
-def _captured(sample: Trained) -> list:
-    import torch
-
+def _captured(sample: Trained) -> list[torch.Tensor]:
     return [
         torch.tensor([p for p, m in zip(segment.logprobs, segment.loss_mask, strict=True) if m])
         for segment in sample.segments
