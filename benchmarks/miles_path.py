@@ -101,21 +101,24 @@ async def _kept_open(url: str) -> AsyncIterator[None]:
 
 async def at_once(folder: Path, count: int) -> list[Figure]:
     """``count`` episodes at once, twice after a warm-up: failures, memory an episode, descriptors."""
-    with instant(_LOOK, _MAKE, _DONE) as url, served(folder / "tasks", arguments=_room(count)) as server:
-        with _variables(OPENENV_ENV_URL=server.url):
-            await _play(url, 16)
-            peaks, fds, failures, seconds = [], [], 0, 0.0
-            for _ in range(3):
-                gc.collect()
-                before, watch = _rss_mb(), _Watch()
-                watching = asyncio.ensure_future(watch.run())
-                begin = time.perf_counter()
-                results = await _play(url, count)
-                seconds = time.perf_counter() - begin
-                watching.cancel()
-                peaks.append((watch.peak - before) / count)
-                failures += sum(result["reward"] != 1.0 for result in results)
-                fds.append(_descriptors())
+    with (
+        instant(_LOOK, _MAKE, _DONE) as url,
+        served(folder / "tasks", arguments=_room(count)) as server,
+        _variables(OPENENV_ENV_URL=server.url),
+    ):
+        await _play(url, 16)
+        peaks, fds, failures, seconds = [], [], 0, 0.0
+        for _ in range(3):
+            gc.collect()
+            before, watch = _rss_mb(), _Watch()
+            watching = asyncio.ensure_future(watch.run())
+            begin = time.perf_counter()
+            results = await _play(url, count)
+            seconds = time.perf_counter() - begin
+            watching.cancel()
+            peaks.append((watch.peak - before) / count)
+            failures += sum(result["reward"] != 1.0 for result in results)
+            fds.append(_descriptors())
     worst = max(peaks)
     return [
         Figure("at_once_failures", failures, f"of {3 * count}", "0", failures == 0),
@@ -243,24 +246,26 @@ async def cancelled(folder: Path, count: int) -> list[Figure]:
 
 
 def measure(arguments: argparse.Namespace) -> list[Figure]:
-    """Run all."""
+    """Run those that are asked for."""
     with tempfile.TemporaryDirectory(prefix="termrl-miles-", dir="/var/tmp") as name:
         folder = Path(name)
         folder.chmod(0o755)
         write_tasks(folder / "tasks", ("apple",))
         write_tasks(folder / "tasks", ("apple",), prefix="offline", test=_OFFLINE)
-        return [
-            *asyncio.run(overhead(folder, arguments.episodes)),
-            *asyncio.run(at_once(folder, arguments.at_once)),
-            *asyncio.run(faults(folder, arguments.faults, arguments.rate, arguments.seed)),
-            *asyncio.run(cancelled(folder, arguments.at_once)),
-        ]
+        parts = {
+            "overhead": lambda: overhead(folder, arguments.episodes),
+            "at-once": lambda: at_once(folder, arguments.at_once),
+            "faults": lambda: faults(folder, arguments.faults, arguments.rate, arguments.seed),
+            "abort": lambda: cancelled(folder, arguments.at_once),
+        }
+        return [figure for name in arguments.only or parts for figure in asyncio.run(parts[name]())]
 
 
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=["overhead", "at-once", "faults", "abort"], help="these parts")
     parser.add_argument("--episodes", type=int, default=20, help="for the overhead")
     parser.add_argument("--at-once", type=int, default=256, help="episodes at once, and to abort")
     parser.add_argument("--faults", type=int, default=500, help="episodes with faults")
