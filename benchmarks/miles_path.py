@@ -32,6 +32,7 @@ from termrl.sandboxes import SandboxProvider, open_provider  # noqa: E402
 from tests.endtoend.faults import faulty  # noqa: E402
 from tests.endtoend.served import served  # noqa: E402
 from tests.endtoend.tiny import write_tasks  # noqa: E402
+from tests.environment.client.conftest import settled  # noqa: E402
 from tests.integrations.miles.fakemiles import Sample, check_no_aborted  # noqa: E402
 from tests.integrations.miles.instant import instant  # noqa: E402
 from tests.integrations.miles.proxy import lossy  # noqa: E402
@@ -229,8 +230,7 @@ async def cancelled(folder: Path, count: int) -> list[Figure]:
 
     with instant("```bash\nsleep 600\n```") as url, _patched(opener), _variables(**_local(folder)):
         playing = asyncio.ensure_future(_play(url, count))
-        while not made or made[0].live < count:
-            await asyncio.sleep(0.05)
+        assert await settled(lambda: bool(made) and made[0].live == count, 120)
         await asyncio.sleep(1.0)
         begin = time.perf_counter()
         await abort(None)
