@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import re
 import time
 from typing import Literal
 
@@ -30,6 +31,7 @@ _GRADED = frozenset(
 )
 _MIN_ROOM = 16  # new tokens below which a turn is not worth asking for
 _CLOSE_S = 30.0
+_WORDY = re.compile(r"[A-Za-z ]+")
 
 _closing: set[asyncio.Task[None]] = set()
 
@@ -69,8 +71,12 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def estimated_tokens(messages: list[Message]) -> int:
-    """How many tokens new messages come to, on the high side: three bytes a token, eight tokens around each."""
-    return sum(math.ceil(len(str(message.get("content", "")).encode()) / 3) + 8 for message in messages)
+    """How many tokens new messages come to, on the high side.
+
+    Three letters or spaces a token, one for each other byte (many vocabularies split numbers into digits), and eight
+    tokens around each message.
+    """
+    return sum(_tokens(str(message.get("content", ""))) + 8 for message in messages)
 
 
 class _Attempt:
@@ -184,6 +190,8 @@ class _Attempt:
         self._messages.append(reply.message)
         if reply.prompt_tokens is not None and reply.completion_tokens is not None:
             self._known = (reply.prompt_tokens + reply.completion_tokens, len(self._messages))
+            if self._known[0] > (self._limits.context_window or math.inf):
+                return EndReason.CONTEXT  # whoever set the window trains on nothing beyond it
         parsed = parse_reply(reply.content, lenient=self._limits.lenient)
         turn.kind = parsed.kind
         if parsed.error is not None:
@@ -299,6 +307,12 @@ async def _close(environment: Environment) -> None:
     task.add_done_callback(_closing.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait({task}, timeout=_CLOSE_S)
+
+
+def _tokens(text: str) -> int:
+    whole = len(text.encode("utf-8", "replace"))
+    wordy = sum(map(len, _WORDY.findall(text)))
+    return math.ceil(wordy / 3) + whole - wordy
 
 
 def _line(error: Exception) -> str:

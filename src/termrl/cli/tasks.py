@@ -1,4 +1,4 @@
-"""``termrl tasks``: fetch tasks or write the bundled suite; list, show and lock task folders."""
+"""``termrl tasks``: fetch tasks or write the bundled suite; list, show and lock task folders; prompt rows for miles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from termrl.tasks import Task
 
-app = App(name="tasks", help="Fetch tasks or write the bundled ones; list, show and lock task folders.")
+app = App(name="tasks", help="Fetch tasks or write the bundled ones; list, show and lock them; write prompt rows.")
 
 _Several = Annotated[list[str] | None, Parameter(negative="")]
 _Flag = Annotated[bool, Parameter(negative="")]
@@ -240,6 +240,90 @@ def show(directory: Path, task_id: str, /) -> None:
         table.add_row(name, escape(value))
     console.print(table, highlight=False)
     _warn(console, "warning", task.warnings)
+
+
+@app.command(name="rows")
+def write_rows(
+    directory: Path,
+    results: Path | None = None,
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    n: int | None = None,
+    include: _Several = None,
+    exclude: _Several = None,
+    difficulty: _Several = None,
+    split: Literal["train", "eval"] | None = None,
+    eval_share: float = 0.2,
+    band: str | None = None,
+    validation: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
+    opening: str = "terminal-bench",
+    skip_broken: _Flag = False,
+) -> None:
+    """Write prompt data for miles: one JSON line for each task. Filters take commas or repeats.
+
+    Parameters
+    ----------
+    directory
+        A folder of Harbor tasks.
+    results
+        With --band: what termrl eval measured, as results.jsonl or run folder.
+    output
+        The file, such as train.jsonl; replaced if it is there.
+    n
+        Only the first so many.
+    include
+        Only tasks whose name matches one of these globs.
+    exclude
+        No tasks whose name matches one of these globs.
+    difficulty
+        Only tasks of these difficulties, such as easy,medium.
+    split
+        Only this part: as task.toml says ([metadata] split), else by a hash of the name.
+    eval_share
+        How much of what is split by the hash is eval.
+    band
+        Only tasks whose measured pass rate lies in it, such as 0.1-0.9; tasks that were not measured are left out.
+    validation
+        Leave out tasks that these reports of termrl validate do not call sound.
+    opening
+        How each conversation begins: terminal-bench (the rules in full) or first-steps (with demonstrations).
+    skip_broken
+        Leave broken task folders out and go on with the others.
+    """
+    from rich.console import Console
+
+    from termrl.agent.prompts import opening as opening_of
+    from termrl.errors import ConfigError, TaskError
+    from termrl.integrations.miles import rows
+    from termrl.tasks import TaskSet
+    from termrl.tasks.fetch import Filters
+    from termrl.validation.gate import complaints
+
+    if (band is None) != (results is None):
+        raise ConfigError("--band and RESULTS go together", hint="termrl tasks rows TASKS RUN -o FILE --band 0.1-0.9")
+    begins = opening_of(opening)
+    given = {"include": include, "exclude": exclude, "difficulty": difficulty}
+    filters = Filters(**{name: tuple(_parts(wanted) or ()) for name, wanted in given.items()})
+    wanted = {
+        task.id: task for task in TaskSet.load(directory, skip_broken=skip_broken).values() if filters.wants(task)
+    }
+    choice = rows.choose(
+        wanted,
+        split=split,
+        eval_share=eval_share,
+        unsound=complaints(validation, wanted),
+        band=None if band is None else rows.Band.of(band),
+        rates=None if results is None else rows.pass_rates(results),
+        n=n,
+    )
+    for task_id, why in choice.left_out.items():
+        _warn(Console(stderr=True), "left out", [f"{task_id}: {why}"])
+    if not choice.tasks:
+        raise TaskError(f"{directory}: no task is left to write a row for")
+    rows.write_rows(output, choice.tasks, begins)
+    rest = f"; {len(choice.left_out)} left out" if choice.left_out else ""
+    Console().print(f"{len(choice.tasks)} rows in {output}{rest}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _warn(console: Console, word: str, lines: Iterable[str]) -> None:

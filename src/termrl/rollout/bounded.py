@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -135,6 +136,21 @@ class WatchedPolicy:
     async def chat(self, messages: list[Message], *, max_tokens: int, seed: int | None) -> Reply:
         """As the policy's own."""
         return await self._pulse.engine(self._inner.chat(messages, max_tokens=max_tokens, seed=seed))
+
+
+@asynccontextmanager
+async def closing(environment: Environment) -> AsyncIterator[Environment]:
+    """Close an environment whose close is bounded, and wait for that also if this is cancelled meanwhile."""
+    try:
+        yield environment
+    finally:
+        close = asyncio.ensure_future(environment.close())
+        try:
+            await asyncio.shield(close)
+        except asyncio.CancelledError:
+            # an episode that is cancelled while it closes still holds its sandbox
+            await asyncio.wait({close})
+            raise
 
 
 async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from termrl.agent.types import Episode, Limits, Opening, Policy
 from termrl.capture.segments import Segment
 from termrl.environment.protocol import Environment
 from termrl.errors import ConfigError, HungError, SandboxError, TaskError, TermrlError
-from termrl.rollout.bounded import BoundedEnvironment, Bounds, Pulse, WatchedPolicy, within
+from termrl.rollout.bounded import BoundedEnvironment, Bounds, Pulse, WatchedPolicy, closing, within
 from termrl.rollout.groups import cause_of, sampled_tokens
 from termrl.verifier.causes import REPLAYED_CAUSES
 from termrl.verifier.verdict import Cause, EndReason, Verdict
@@ -233,7 +232,7 @@ class Scheduler:
         try:
             async with (
                 self._sessions.open(attempt.order, temperature=temperature) as session,
-                _closing(
+                closing(
                     BoundedEnvironment(self._environments.create(), pulse, command_timeout_s=limits.command_timeout_s)
                 ) as environment,
             ):
@@ -257,20 +256,6 @@ class Scheduler:
         except TermrlError as error:
             failed = _failed(attempt, error)
             return failed, self._replay(failed) and not last
-
-
-@asynccontextmanager
-async def _closing(environment: Environment) -> AsyncIterator[Environment]:
-    try:
-        yield environment
-    finally:
-        closing = asyncio.ensure_future(environment.close())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            # an episode that is cancelled while it closes still holds its sandbox; the close is bounded by itself
-            await asyncio.wait({closing})
-            raise
 
 
 def environment_lost(episode: Episode) -> bool:

@@ -18,20 +18,26 @@ def check_sound(reports: Sequence[Path], tasks: Mapping[str, Task]) -> None:
     Raises:
         TaskError: names the tasks that are not, and why; or a report that cannot be read.
     """
-    if not reports:
-        return
-    known = [read_report(path).results for path in reports]
-    unsound = {
-        name: why
-        for name, task in tasks.items()
-        if (why := _complaint(task, [found[name] for found in known if name in found]))
-    }
-    if unsound:
+    if unsound := complaints(reports, tasks):
         lines = [f"{len(unsound)} of {len(tasks)} tasks are not known to be sound (tasks.validation)"]
         lines += [f"{name}: {why}" for name, why in list(unsound.items())[:_NAMED]]
         lines += [f"and {len(unsound) - _NAMED} more"] if len(unsound) > _NAMED else []
         hint = "validate them again, leave them out, or set tasks.allow_unsound = true"
         raise TaskError("\n".join(lines), hint=hint)
+
+
+def complaints(reports: Sequence[Path], tasks: Mapping[str, Task]) -> dict[str, str]:
+    """The tasks that no report calls sound as they are now, and why; none where there are no reports.
+
+    Raises:
+        TaskError: a report that cannot be read.
+    """
+    known = [read_report(path).results for path in reports]
+    return {
+        name: why
+        for name, task in tasks.items()
+        if known and (why := _complaint(task, [found[name] for found in known if name in found]))
+    }
 
 
 def _complaint(task: Task, found: Iterable[TaskReport]) -> str:
