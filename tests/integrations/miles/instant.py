@@ -1,7 +1,7 @@
-"""A session server in a process of its own whose policy answers at once: ``python -m tests.integrations.miles.instant``.
+"""A session server in a process of its own whose policy answers at once.
 
-Of a session's chat only the number of the turn matters: turn k gets reply k of the command line, later turns the last.
-Prints its URL, and ends when its stdin closes.
+Run it as ``python -m tests.integrations.miles.instant SECONDS REPLY...``.
+Turn k of any session gets reply k, later turns the last. It prints its URL, and ends when its stdin closes.
 """
 
 from __future__ import annotations

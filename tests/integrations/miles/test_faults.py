@@ -154,12 +154,12 @@ class TestAbort:
         made: list[FaultyProvider] = []
         monkeypatch.setattr(termrl.sandboxes, "open_provider", faulty(0.0, 0, made))
         async with miles(SLEEP) as worker:
-            playing = asyncio.create_task(worker.group([sample() for _ in range(6)]))
-            assert await settled(lambda: bool(made) and made[0].live == 6)
-            await abort(worker.args)
-            assert made[0].live == 0
-            async with asyncio.timeout(5):
-                group = await playing
+            async with asyncio.timeout(20), asyncio.TaskGroup() as playing:
+                played = playing.create_task(worker.group([sample() for _ in range(6)]))
+                assert await settled(lambda: bool(made) and made[0].live == 6)
+                await abort(worker.args)
+                assert made[0].live == 0
+            group = played.result()
         assert {played.reward for played in group} == {None}
         assert {played.status for played in group} == {Sample.Status.ABORTED}
         counts = TALLY.take()
