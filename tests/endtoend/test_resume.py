@@ -222,12 +222,14 @@ def test_the_next_runs_start_removes_20_sandboxes_with_2_daemons_each_of_a_kille
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], env={**os.environ, **VARIABLES}, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "up\n"
-    (folder,) = [path for path in (state / "owners").iterdir() if path.name.startswith(f"{owner.pid}-")]
-    assert sleepers() == 40
-    owner.kill()
-    owner.wait()
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "up\n"
+        (folder,) = [path for path in (state / "owners").iterdir() if path.name.startswith(f"{owner.pid}-")]
+        assert wait_until(lambda: sleepers() == 40)
+    finally:
+        owner.kill()
+        owner.wait()
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 20
     process = start(*flags(world, steps=0), "--run-dir", str(world / "after-a-kill"))
     error = process.communicate(timeout=100)[1]
