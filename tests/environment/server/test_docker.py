@@ -28,7 +28,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, docker_required: None) -> Pa
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tasks' public image stands for one that is here."""
     config = tmp_path_factory.mktemp("config") / "serve.toml"
-    config.write_text(f'[images]\n"debian:12-slim" = "{IMAGE}"\n')
+    config.write_text(f'[images]\n"debian:12-slim" = "{IMAGE}"\n[sandbox.settings]\nhost_image = "debian:12-slim"\n')
     return ["--sandbox", "docker", "--config", str(config)]
 
 
