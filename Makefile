@@ -1,11 +1,13 @@
 # make train   set up (first time only), then train the bundled model on the bundled tasks
-# make test    set up, then run the tests
+# make test    set up, then run the tests, JOBS of them at once
 # Arguments are passed on:  make train ARGS="--run-dir DIR --seed 1"
 
 PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= examples/first-steps.toml
 ARGS   ?=
+# Many tests wait for real timeouts, so more than there are cores; a file's tests stay together, as their fixtures do.
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 
@@ -40,7 +42,7 @@ train: $(STAMP)
 	@$(BIN)/termrl train -c $(CONFIG) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

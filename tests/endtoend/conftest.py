@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.endtoend.tiny import write_model, write_tasks
+from tests.states import in_own_state
 
 
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[Path]:
     """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
+    with in_own_state() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ is scripted token by token. What whole runs show is in ``test_reports_of_runs.py
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from termrl.rollout.sessions import ServerSessions
 from termrl.runs.records import episode_record
 from termrl.verifier.verdict import EndReason
 from tests.capture.fakes import HERMES_TEMPLATE, FakeUpstream, running, small_tokenizer, user
+from tests.states import in_own_state
 from tests.verifier.tiny import SECRET, tiny_provider, tiny_task
 
 STOP = 2
@@ -38,11 +38,8 @@ SOLVE = f"echo {SECRET} > answer.txt"
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[Path]:
     """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
+    with in_own_state() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from termrl.training.events import Silent, Watcher
 from tests.endtoend.tiny import write_tasks
 from tests.evaluation.chat_server import MODEL
+from tests.states import in_own_state
 
 Evaluate = Callable[..., dict[str, Any]]
 
@@ -20,11 +20,8 @@ Evaluate = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session", autouse=True)
 def state() -> Iterator[Path]:
     """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
+    with in_own_state() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from termrl.sandboxes.docker.image_settings import ImageSettings
 from termrl.sandboxes.docker.images import ImageStore
 from tests.docker import IMAGE
 from tests.images.registry import TinyRegistry, serving
+from tests.states import own_state
 
 BASE = IMAGE
 
@@ -33,10 +32,8 @@ def client(docker_image: str) -> Iterator[docker.DockerClient]:
 @pytest.fixture(scope="session")
 def state() -> Iterator[Path]:
     """A state folder that other users may walk into."""
-    folder = Path(tempfile.mkdtemp(prefix="termrl-test-", dir="/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with own_state() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from termrl.runs.files import read_jsonl
 from termrl.runs.store import RunStore
 from termrl.settings import load_settings, to_toml
 from tests.endtoend.tiny import write_model, write_tasks
+from tests.states import in_own_state
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -28,11 +28,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[Path]:
     """A state folder of these tests' own, where a sandbox's user can walk to."""
-    with tempfile.TemporaryDirectory(prefix="termrl-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o755)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TERMRL_STATE_DIR", folder)
-            yield Path(folder)
+    with in_own_state() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,15 +10,14 @@ import pytest
 from termrl.sandboxes.base import Sandbox, SandboxSpec
 from termrl.sandboxes.bubblewrap import BubblewrapProvider
 from termrl.sandboxes.cgroups import find_roots
+from tests.states import own_state
 
 
 @pytest.fixture(scope="session")
 def state() -> Iterator[Path]:
     """A state folder that other users may walk into (sandboxes of root run as one)."""
-    folder = Path(tempfile.mkdtemp(prefix="termrl-test-", dir="/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with own_state() as folder:
+        yield folder
 
 
 @pytest.fixture(params=["auto", "off"])

@@ -74,16 +74,14 @@ def test_refused_user_namespaces_come_with_the_exact_fix(files: dict[str, str], 
 
 
 def test_a_sandbox_that_bubblewrap_cannot_start_is_blamed_on_namespaces(
-    state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "bwrap"
+    broken = state / "bwrap"  # where the user that the launcher becomes can reach it
     broken.write_text(
         "#!/bin/sh\n[ $1 = --version ] && exec echo bubblewrap 0.11.0\n"
         "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n"
     )
     broken.chmod(0o755)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
     monkeypatch.setattr(host, "_system_bwrap", lambda: broken)
     monkeypatch.setattr(doctor_module, "_read", {"/proc/sys/user/max_user_namespaces": "0"}.get)
     (check,) = [check for check in checks(state) if check.name == "sandbox"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,30 @@ def test_a_lock_that_a_forked_child_inherited_does_not_keep_a_dead_owner_alive(s
         assert sweep(state).owners == 1
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_state_folder_made_anew_disowns_what_one_with_its_inode_left(state: Path) -> None:
+    owner = Owner(state)
+    try:
+        seal = state / "seal"
+        kept, first = seal.read_bytes(), owner.name.split("-")[1]
+        seal.unlink()  # all that differs where a file system gives a number again
+        again = Owner(state)
+        again.release()
+        assert again.name.split("-")[1] != first
+        seal.write_bytes(kept)
+    finally:
+        owner.release()
+
+
+def test_owners_that_come_at_once_agree_on_the_state_folder(state: Path) -> None:
+    (state / "seal").unlink(missing_ok=True)
+    with ThreadPoolExecutor(16) as threads:
+        owners = list(threads.map(lambda _: Owner(state), range(16)))
+    for owner in owners:
+        owner.release()
+    assert len({owner.name.split("-")[1] for owner in owners}) == 1
+    assert not list(state.glob(".seal-*"))
 
 
 def test_an_owner_of_an_earlier_boot_is_swept_and_a_half_made_claim_is_left_alone(state: Path) -> None:

@@ -126,11 +126,23 @@ def remains(state: Path | None = None) -> list[str]:
 def _mark(owners: Path) -> str:
     """What tells the owners of one state folder from those of another, in names of processes and cgroups.
 
-    Not its path: a container whose processes can be seen from here may have one at the same path.
+    Not its path: a container whose processes can be seen from here may have one at the same path. Not the path's inode
+    alone: once a folder is gone, the next one made may get its number.
     """
     status = owners.stat()
-    seal = f"{status.st_dev}:{status.st_ino}:{boot_id()}"
-    return hashlib.blake2b(seal.encode(), digest_size=4).hexdigest()
+    facts = f"{status.st_dev}:{status.st_ino}:{boot_id()}:{_seal(owners.with_name('seal'))}"
+    return hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
+
+
+def _seal(file: Path) -> str:
+    """What is in ``file``, made of chance by who comes first."""
+    if not file.exists():
+        part = file.with_name(f".seal-{secrets.token_hex(6)}")
+        part.write_text(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            os.link(part, file)
+        part.unlink()
+    return file.read_text()
 
 
 def _owners_seen(owners: Path) -> dict[str, list[int]]:

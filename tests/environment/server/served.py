@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +20,8 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+
+from tests.states import own_state
 
 SOURCE = Path(__file__).parents[3] / "src"
 SECRET = "forty-two-5f1c"
@@ -92,9 +93,7 @@ def served(
         if files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
-    with tempfile.TemporaryDirectory(prefix="termrl-serve-", dir="/var/tmp") as folder:
-        state = Path(folder)
-        state.chmod(0o755)
+    with own_state() as state:
         process = start(tasks, *flags, env=env, state=state, preexec_fn=bound_files)
         assert process.stdout is not None
         try:
