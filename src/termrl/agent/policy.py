@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import math
 import re
 import socket
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from termrl.agent.types import Message, Reply
 from termrl.errors import ConfigError, PolicyError
+from termrl.hosts import is_loopback
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -80,7 +80,7 @@ async def chat_client(
         max_retries=0,
         timeout=Timeout(timeout_s, connect=30.0, pool=None),
         http_client=DefaultAioHttpClient(
-            limits=limits, trust_env=not is_loopback(base_url), follow_redirects=follow_redirects
+            limits=limits, trust_env=not on_this_machine(base_url), follow_redirects=follow_redirects
         ),
     )
     if urlsplit(base_url).hostname != _OPENAI_HOST:
@@ -257,13 +257,9 @@ def check_url(url: str) -> None:
         )
 
 
-def is_loopback(url: str) -> bool:
+def on_this_machine(url: str) -> bool:
     """Whether an endpoint is on this machine, as its URL has it."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def _root(error: BaseException) -> BaseException:

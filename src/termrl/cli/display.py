@@ -9,28 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from termrl.agent.types import Episode
+from termrl.cli.live import LiveDisplay, clock, progress_bar
 from termrl.runs.metrics import EvalScores
 
-_BAR = 24
 _AXIS = 6  # columns left of the curve
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = ("step", "reward", "pass rate", "dead groups", "episodes/s", "tokens/s", "step time", "time left")
 _WIDTHS = (8, 7, 10, 12, 11, 9, 10, 10)
 
 
-class TrainDisplay:
+class TrainDisplay(LiveDisplay):
     """Follows one run: one line per step and evaluation, and below them, on a terminal, a live status line.
 
-    Use as a context manager around the run; the live line is taken away however the run ends.
+    Use as a context manager around the run.
     """
 
     def __init__(self, console: Console, *, program: str = "termrl") -> None:
-        self._console = console
+        super().__init__(console)
         self._program = program
         self._steps = 0
         self._first = 1
@@ -41,15 +39,6 @@ class TrainDisplay:
         self._finished = 0
         self._evaluation_s = 0.0
         self._header_shown = False
-        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> TrainDisplay:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
 
     def started(self, run: Path, *, steps: int, first_step: int) -> None:
         """The run folder stands."""
@@ -129,9 +118,6 @@ class TrainDisplay:
         if summary["steps"]:
             self._print(f"next:       {self._program} export {run} --merged --out {run}/model")
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     def _left(self) -> float | None:
         """Seconds until the run is over, the last evaluation included; ``None`` before the first step is done."""
         if not self._finished or self._phase == "evaluate":
@@ -140,7 +126,7 @@ class TrainDisplay:
         to_come = self._steps - (self._first - 1) - self._finished
         return max(0.0, a_step * to_come - (time.monotonic() - self._step_ended)) + self._evaluation_s
 
-    def _status(self) -> Text:
+    def _status(self) -> list[str]:
         elapsed = max(time.monotonic() - self._since, 1e-9)
         parts = [f" {self._phase}"]
         if self._phase == "rollout" or self._phase == "update":
@@ -156,7 +142,7 @@ class TrainDisplay:
         left = self._left()
         if left is not None:
             parts.append(f"about {clock(left)} left")
-        return Text("  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
+        return parts
 
 
 def reward_curve(rewards: Mapping[int, float], *, width: int, height: int = 10) -> str:
@@ -225,14 +211,3 @@ def _columns(values: tuple[str, ...]) -> str:
 
 def _rate(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def progress_bar(done: int, total: int) -> str:
-    """How much of ``total`` is done, as a bar."""
-    filled = round(_BAR * done / total) if total else _BAR
-    return "━" * filled + "╌" * (_BAR - filled)
-
-
-def clock(seconds: float | None) -> str:
-    """Seconds as minutes and seconds."""
-    return "–" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from termrl.agent.types import Episode
-from termrl.cli.display import clock, progress_bar
+from termrl.cli.live import LiveDisplay, clock, progress_bar
 from termrl.rollout.groups import cause_of, lost_attempts
 from termrl.training.events import Silent
 
@@ -23,7 +21,7 @@ _LINE_EVERY_S = 30.0
 _SHOWN_TASKS = 20
 
 
-class EvalDisplay(Silent):
+class EvalDisplay(LiveDisplay, Silent):
     """Follows an evaluation; attempts without a verdict stand apart from those that failed.
 
     Use as a context manager. On a terminal there is a live line, in a log one line now and then.
@@ -33,20 +31,11 @@ class EvalDisplay(Silent):
     """
 
     def __init__(self, console: Console, *, kept: int = 0) -> None:
-        self._console = console
+        super().__init__(console)
         self._kept = kept
         self._total = self._done = self._passed = self._failed = self._tokens = self._again = 0
         self._missing: Counter[str] = Counter()
         self._since = self._said = time.monotonic()
-        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> EvalDisplay:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
 
     def started(self, run: Path, *, steps: int, first_step: int) -> None:
         """The folder stands."""
@@ -77,9 +66,6 @@ class EvalDisplay(Silent):
             self._said = now
             self._print(self._line())
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     def _line(self) -> str:
         elapsed = max(time.monotonic() - self._since, 1e-9)
         words = [f"{self._passed} passed, {self._failed} failed"]
@@ -95,9 +81,8 @@ class EvalDisplay(Silent):
             words.append(f"about {clock(elapsed / self._done * (self._total - self._done))} left")
         return f"{self._done}/{self._total} attempts  " + "  ".join(words)
 
-    def _status(self) -> Text:
-        line = f" {progress_bar(self._done, self._total)} {self._line()}"
-        return Text(line, style="cyan", no_wrap=True, overflow="ellipsis")
+    def _status(self) -> list[str]:
+        return [f" {progress_bar(self._done, self._total)} {self._line()}"]
 
 
 def show(console: Console, summary: Mapping[str, Any]) -> None:

@@ -9,17 +9,15 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
-from termrl.cli.display import clock, progress_bar
 from termrl.cli.interrupts import INTERRUPTED, Interrupts
+from termrl.cli.live import LiveDisplay, clock, progress_bar
 from termrl.config import TrainConfig
 from termrl.errors import TaskError
 from termrl.settings import load_settings
@@ -153,25 +151,19 @@ def _run(
     return studies[0].report(), 0
 
 
-class _Display:
+class _Display(LiveDisplay):
     """What goes on: a line for each task that is not sound as it is found, and on a terminal a live line below."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
-        self._console = console
+        super().__init__(console)
         self._quiet = quiet
         self._total = self._done = self._tasks = self._retries = 0
         self._found: Counter[bool] = Counter()
         self._since = time.monotonic()
         self._last = ""
-        self._live = Live(console=console, get_renderable=self._status, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> _Display:
-        if self._console.is_terminal and not self._quiet:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
+    def __enter__(self) -> Self:
+        return self if self._quiet else super().__enter__()
 
     def follower(self, journal: Journal | None) -> Follower:
         """What tells this display, and the journal, what happens."""
@@ -199,10 +191,7 @@ class _Display:
         if not sound and not self._quiet:
             self._print(f"{task_id}: {_words(report.status)}: {report.detail.splitlines()[0] if report.detail else ''}")
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _status(self) -> Text:
+    def _status(self) -> list[str]:
         elapsed = time.monotonic() - self._since
         parts = [f" {progress_bar(self._done, self._total)} {self._done}/{self._total} attempts"]
         parts.append(f"{self._found[True]} sound, {self._found[False]} not")
@@ -212,7 +201,7 @@ class _Display:
         if self._done:
             parts.append(f"about {clock(elapsed / self._done * (self._total - self._done))} left")
         parts.append(self._last)
-        return Text("  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
+        return parts
 
 
 def show(console: Console, report: Report) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from termrl.errors import ConfigError
+from termrl.hosts import is_loopback
 
 TOKEN_VARIABLE = "TERMRL_TOKEN"
 
@@ -55,7 +56,7 @@ class Address:
         return cls(
             socket=urlunsplit((scheme, netloc, f"{base}/ws", "", "")),
             http=urlunsplit((web, netloc, base, "", "")),
-            loopback=_is_loopback(parts.hostname),
+            loopback=is_loopback(parts.hostname),
         )
 
 
@@ -65,26 +66,27 @@ def read_token(file: Path | None) -> str | None:
     Raises:
         ConfigError: the file cannot be read, or holds no token of one line of printable ASCII.
     """
+    found = find_token(file, os.environ)
+    return None if found is None else found[0]
+
+
+def find_token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """A token as :func:`read_token` finds it, and where it was.
+
+    Raises:
+        ConfigError: as :func:`read_token`.
+    """
     if file is None:
-        token, source = os.environ.get(TOKEN_VARIABLE, "").strip(), f"${TOKEN_VARIABLE}"
+        token, source = environ.get(TOKEN_VARIABLE, "").strip(), f"${TOKEN_VARIABLE}"
         if not token:
             return None
     else:
-        source = str(file)
+        source = f"token_file: {file}"
         try:
             with file.open("rb") as opened:
                 token = opened.read(_MAX_TOKEN_BYTES + 1).decode("utf-8", "replace").strip()
         except OSError as error:
-            raise ConfigError(f"{file}: the token cannot be read: {error.strerror or error}") from None
+            raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from None
     if not token or len(token) > _MAX_TOKEN_BYTES or not all("!" <= letter <= "~" for letter in token):
-        raise ConfigError(f"{source} holds no bearer token (one line of printable ASCII)")
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        raise ConfigError(f"{source}: holds no bearer token (one line of printable ASCII)")
+    return token, source

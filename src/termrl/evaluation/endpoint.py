@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from termrl.agent.policy import ChatPolicy, chat_client, is_loopback, redacted
+from termrl.agent.policy import ChatPolicy, chat_client, on_this_machine, redacted
 from termrl.agent.types import Message, Policy, Reply
 from termrl.errors import ConfigError, PolicyError
 from termrl.evaluation.config import EvalConfig
@@ -235,7 +235,7 @@ async def check_endpoint(config: EvalConfig, key: str | None, say: Callable[[str
 
     url = config.policy.base_url or ""
     where = redacted(url)
-    if key and url.startswith("http:") and not is_loopback(url):
+    if key and url.startswith("http:") and not on_this_machine(url):
         say(f"the key travels to {where} unencrypted: https would be better")
     async with _client(config, key, _PREFLIGHT_S) as client:
         try:

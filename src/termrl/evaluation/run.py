@@ -14,7 +14,7 @@ from typing import Any
 
 from termrl.agent.prompts import opening
 from termrl.agent.types import Episode
-from termrl.errors import PolicyError, TermrlError
+from termrl.errors import PolicyError
 from termrl.evaluation.config import EvalConfig
 from termrl.evaluation.endpoint import check_endpoint
 from termrl.evaluation.keys import api_key
@@ -28,6 +28,7 @@ from termrl.rollout.groups import cause_of
 from termrl.rollout.pools import check_runnable
 from termrl.rollout.scheduler import Attempt, Scheduler
 from termrl.rollout.seeds import derive_seed
+from termrl.runs.ending import told_why
 from termrl.runs.inputs import check_inputs
 from termrl.runs.store import versions
 from termrl.sandboxes import SandboxProvider, open_provider
@@ -124,23 +125,13 @@ async def evaluate(
     check_inputs(store.path, model="\n".join(f"{name}={value}" for name, value in policy.items()), tasks=tasks)
     store.drop_lost()
     evaluation = _Evaluation(config, store, watcher, tasks)
-    stopped: str | None = None
     try:
-        await evaluation.run(prepared, say, open_sandboxes)
-        stopped = evaluation.stopped
-    except asyncio.CancelledError:
-        stopped = "interrupted"
-        raise
-    except TermrlError as error:
-        stopped = error.message
-        raise
-    except Exception as error:
-        stopped = f"{type(error).__name__}: {error}"
-        raise
+        with told_why(evaluation):
+            await evaluation.run(prepared, say, open_sandboxes)
     finally:
         summary = {
             **summarise(store.results.values(), tasks=list(tasks), samples=config.samples),
-            "stopped": stopped,
+            "stopped": evaluation.stopped,
             "wall_s": round(time.monotonic() - started, 3),
             "policy": policy,
             "seed": config.seed,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from termrl.agent.prompts import opening
 from termrl.config import TrainConfig
 from termrl.engine.bundled import ensure_model, model_sha256
-from termrl.errors import TermrlError
 from termrl.rollout.environments import TASKS, open_environments
 from termrl.rollout.pools import TaskPools, check_families, check_runnable, generate_pools, load_pools
 from termrl.rollout.scheduler import Scheduler
 from termrl.rollout.served import serve_engine
+from termrl.runs.ending import told_why
 from termrl.runs.inputs import check_inputs
 from termrl.runs.metrics import family_table
 from termrl.runs.progress import Progress
@@ -126,22 +126,12 @@ async def train(
     if resume:
         store.rewind(progress.logs, step=progress.step)
     watcher.started(store.path, steps=config.steps, first_step=progress.step + 1)
-    stopped: str | None = None
     try:
-        parts_of_run = open_parts(config, store.path, model, pools, checkpoint, watcher, open_sandboxes)
-        async with parts_of_run as parts:
-            await GRPO(config, parts, store, progress, watcher).run()
-    except asyncio.CancelledError:
-        stopped = "interrupted"
-        raise
-    except TermrlError as error:
-        stopped = error.message
-        raise
-    except Exception as error:
-        stopped = f"{type(error).__name__}: {error}"
-        raise
+        with told_why(progress):
+            parts_of_run = open_parts(config, store.path, model, pools, checkpoint, watcher, open_sandboxes)
+            async with parts_of_run as parts:
+                await GRPO(config, parts, store, progress, watcher).run()
     finally:
-        progress.stopped = stopped or progress.stopped
         summary = summarise(config, store.path, progress, base)
         store.write_summary(summary)
     watcher.finished(summary, progress.rewards)

@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from termrl.environment.server.config import ServeConfig
-from termrl.environment.server.security import find_token
+from termrl.environment.server.security import server_token
 from termrl.errors import ConfigError
 from termrl.settings import load_settings
 from tests.environment.server.served import Server, fetch, served, start, wire
@@ -22,7 +22,7 @@ PAGES = ["/metrics", "/capacity", "/tasks", "/schema", "/metadata", "/state", "/
 
 
 def token_of(environ: dict[str, str] | None = None, **settings: Any) -> str | None:
-    return find_token(ServeConfig(tasks=(Path("tasks"),), **settings), environ or {})
+    return server_token(ServeConfig(tasks=(Path("tasks"),), **settings), environ or {})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "127.0.0.1.example.org"])

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 from termrl.environment.protocol import Action, Environment, Observation, State
 from termrl.environment.server.admission import Admission
 from termrl.environment.server.metrics import CountedProvider, ServerMetrics
-from termrl.environment.server.session import Budgets, Session, Sessions
+from termrl.environment.server.session import Limits, Session, Sessions
 from termrl.errors import CapacityError, EnvironmentLostError
 from termrl.sandboxes.base import SandboxProvider
 from tests.environment.server.served import SECRET, Server, commands_like, served, wait_until, wire, write_task
@@ -179,9 +179,9 @@ async def fakes(provider: SandboxProvider) -> tuple[Sessions, list[FakeEnvironme
 
     admission = Admission(max_sessions=1, max_memory_mb=1)
     metrics = ServerMetrics(admission, CountedProvider(provider), swept=0)
-    budgets = Budgets(0.1, max_wait_s=10, reset_s=1, grace_s=0.1, close_s=0.2, idle_s=60)
+    limits = Limits(0.1, max_wait_s=10, reset_s=1, grace_s=0.1, close_s=0.2, idle_s=60)
     sessions = Sessions(
-        {}, make, admission=admission, budgets=budgets, metrics=metrics, backend="fake", default_task_id="one"
+        {}, make, admission=admission, limits=limits, metrics=metrics, backend="fake", default_task_id="one"
     )
     return sessions, made
 

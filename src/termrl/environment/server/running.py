@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 from termrl.environment.server.admission import Admission
 from termrl.environment.server.config import MEMORY_SHARE, ServeConfig
 from termrl.environment.server.metrics import CountedProvider, ServerMetrics
-from termrl.environment.server.security import Guard, find_token
-from termrl.environment.server.session import Budgets, Sessions
+from termrl.environment.server.security import Guard, server_token
+from termrl.environment.server.session import Limits, Sessions
 from termrl.environment.terminal import LocalEnvironmentFactory
 from termrl.errors import ConfigError, SandboxStartError, TaskError
 from termrl.sandboxes import SandboxProvider, SandboxSpec, open_provider
@@ -63,8 +63,8 @@ async def serve(config: ServeConfig, environ: Mapping[str, str]) -> AsyncIterato
         environ: where ``$TERMRL_TOKEN`` is looked up.
 
     Raises:
-        ConfigError: settings that cannot work (see :func:`~termrl.environment.server.security.find_token`), the address
-            cannot be had, or openenv is missing.
+        ConfigError: settings that cannot work (see :func:`~termrl.environment.server.security.server_token`), the
+            address cannot be had, or openenv is missing.
         TaskError: broken tasks, or ones that the sandbox cannot run (unless ``skip_broken``), or none left.
         SandboxStartError: this machine lacks what the sandboxes need.
     """
@@ -92,7 +92,7 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
     """The app without the socket, for whoever has one; arguments and errors as for :func:`serve`."""
     from termrl.environment.server.app import build_app
 
-    token = find_token(config, environ)
+    token = server_token(config, environ)
     files = raise_open_files()[0]
     if (needed := config.max_sessions * _FILES_PER_SESSION + _FILES_BESIDE) > files:
         raise ConfigError(
@@ -114,7 +114,7 @@ async def application(config: ServeConfig, environ: Mapping[str, str]) -> AsyncI
             tasks,
             factory.create,
             admission=admission,
-            budgets=_budgets(config),
+            limits=_limits(config),
             metrics=ServerMetrics(admission, provider, swept=inner.swept_first),
             backend=provider.name,
             default_task_id=_default_task(config, tasks),
@@ -191,8 +191,8 @@ def _listener(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _budgets(config: ServeConfig) -> Budgets:
-    return Budgets(
+def _limits(config: ServeConfig) -> Limits:
+    return Limits(
         command_timeout_s=config.command_timeout_s,
         max_wait_s=config.max_wait_s,
         reset_s=config.reset_s,

@@ -3,61 +3,44 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from termrl.environment.address import TOKEN_VARIABLE, find_token
 from termrl.environment.server.config import ServeConfig
 from termrl.errors import ConfigError
+from termrl.hosts import is_loopback
 
-TOKEN_VARIABLE = "TERMRL_TOKEN"
 MIN_TOKEN_CHARS = 16
 OPEN_PATH = "/health"
 
+_MAKE = "openssl rand -hex 24"
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 
 
-def find_token(config: ServeConfig, environ: Mapping[str, str]) -> str | None:
+def server_token(config: ServeConfig, environ: Mapping[str, str]) -> str | None:
     """The token that clients must send: from ``token_file``, else from ``$TERMRL_TOKEN``, else none.
 
     Raises:
         ConfigError: the file cannot be read, the token is no good, or there is none and the server is to listen where
             others can reach it.
     """
-    if config.token_file is not None:
-        source = f"token_file: {config.token_file}"
-        try:
-            token = config.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    else:
-        source = TOKEN_VARIABLE
-        token = environ.get(TOKEN_VARIABLE, "").strip()
-        if not token:
-            if is_loopback(config.host):
-                return None
-            raise ConfigError(
-                f"host: {config.host} can be reached by others, so a token is needed",
-                hint=f"--token-file FILE or ${TOKEN_VARIABLE} (openssl rand -hex 24), or --host 127.0.0.1",
-            )
-    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+    found = find_token(config.token_file, environ)
+    if found is None:
+        if is_loopback(config.host):
+            return None
         raise ConfigError(
-            f"{source}: a token has {MIN_TOKEN_CHARS} or more printable ASCII characters and no spaces",
-            hint="openssl rand -hex 24 makes one",
+            f"host: {config.host} can be reached by others, so a token is needed",
+            hint=f"--token-file FILE or ${TOKEN_VARIABLE} ({_MAKE}), or --host 127.0.0.1",
         )
+    token, source = found
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ConfigError(f"{source}: a token has {MIN_TOKEN_CHARS} or more characters", hint=f"{_MAKE} makes one")
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Guard:

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from termrl.environment.budgets import Budgets
 from termrl.environment.protocol import Action, Environment, Observation, State
 from termrl.environment.server.admission import Admission, Lease
 from termrl.environment.server.metrics import ServerMetrics
 from termrl.errors import CapacityError, EnvironmentLostError, TermrlError
 from termrl.tasks.task import Task
-from termrl.verifier.attribution import UNTOUCHED_RUNS
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ _ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Budgets:
+class Limits:
     """Seconds: see the settings of the same names in :class:`~termrl.environment.server.config.ServeConfig`."""
 
     command_timeout_s: float
@@ -52,13 +52,13 @@ class Session:
 
     def __init__(self, sessions: Sessions, environment: Environment, lease: Lease) -> None:
         self._sessions = sessions
-        self._budgets = sessions.budgets
+        limits = self._limits = sessions.limits
         self._metrics = sessions.metrics
         self._environment = environment
         self._lease = lease
         self._operation: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._verifier_s = 0.0
+        self._calls = Budgets(limits.reset_s, limits.grace_s, command_s=limits.command_timeout_s)
         self._lost: str | None = None
         self.failure: TermrlError | None = None
         self.hang_up: Callable[[str], None] | None = None
@@ -90,10 +90,10 @@ class Session:
         task = self._sessions.tasks.get(task_id)
         if task is not None:
             await self._sessions.admitted("memory", lambda: self._lease.need(task.sandbox.memory_mb or 0))
-            self._verifier_s = task.verifier_timeout_s
+            self._calls = replace(self._calls, verify_s=task.verifier_timeout_s)
         try:
             call = self._start(task_id, seed=seed, episode_id=episode_id)
-            return await self._bounded("reset", self._budgets.reset_s + self._budgets.grace_s, call)
+            return await self._bounded("reset", self._limits.reset_s + self._limits.grace_s, call)
         finally:
             self._settle()
 
@@ -104,13 +104,13 @@ class Session:
             EnvironmentLostError: it did not come back in time; the session is over.
             TermrlError: ``wait_seconds`` is over the server's bound, or the environment's own reasons.
         """
-        most = self._budgets.max_wait_s
+        most = self._limits.max_wait_s
         if action.wait_seconds is not None and action.wait_seconds > most:
             why = f"wait_seconds {action.wait_seconds:g} is over this server's {most:g}"
             raise TermrlError(why, hint="--max-wait-s raises it")
         try:
             call = self._environment.step(action)
-            observation = await self._bounded(action.action_type, self._seconds(action), call)
+            observation = await self._bounded(action.action_type, self._calls.of(action), call)
         finally:
             self._settle()
         if action.action_type == "evaluate":
@@ -130,9 +130,9 @@ class Session:
 
     async def close(self) -> None:
         """End the session and wait for that, but not for ever: what takes longer goes on by itself."""
-        done, _ = await asyncio.wait({self.end()}, timeout=self._budgets.close_s)
+        done, _ = await asyncio.wait({self.end()}, timeout=self._limits.close_s)
         if not done:
-            log.warning("a session's sandbox is not gone after %g s; its slot stays taken", self._budgets.close_s)
+            log.warning("a session's sandbox is not gone after %g s; its slot stays taken", self._limits.close_s)
 
     async def _end(self) -> None:
         try:
@@ -174,14 +174,6 @@ class Session:
         async with self._sessions.starting:
             return await self._environment.reset(task_id, **arguments)
 
-    def _seconds(self, action: Action) -> float:
-        budgets = self._budgets
-        if action.action_type != "evaluate":
-            return max(action.wait_seconds or 0.0, budgets.command_timeout_s) + budgets.grace_s
-        one = (action.wait_seconds or self._verifier_s) + budgets.grace_s
-        # a missing verdict is asked for again in the same sandbox, then in untouched ones
-        return 2 * one + UNTOUCHED_RUNS * (one + budgets.reset_s)
-
     def _settle(self) -> None:
         """No sandbox, no memory."""
         if self._ending is None and not self.busy and not self._environment.state().terminal_ready:
@@ -203,14 +195,14 @@ class Sessions:
         make: Callable[[], Environment],
         *,
         admission: Admission,
-        budgets: Budgets,
+        limits: Limits,
         metrics: ServerMetrics,
         backend: str,
         default_task_id: str,
     ) -> None:
         self.tasks = tasks
         self.admission = admission
-        self.budgets = budgets
+        self.limits = limits
         self.metrics = metrics
         self.backend = backend
         self.default_task_id = default_task_id
@@ -266,10 +258,10 @@ class Sessions:
         if self._reaper is not None:
             self._reaper.cancel()
         if ending := {session.end() for session in list(self._live)}:
-            await asyncio.wait(ending, timeout=self.budgets.close_s)
+            await asyncio.wait(ending, timeout=self.limits.close_s)
 
     async def _reap(self) -> None:
-        idle_s = self.budgets.idle_s
+        idle_s = self.limits.idle_s
         while True:
             await asyncio.sleep(min(idle_s / 4, _MAX_LOOK_S))
             long_ago = time.monotonic() - idle_s
