@@ -100,7 +100,7 @@ class TrainDisplay(LiveDisplay):
 
     def finished(self, summary: Mapping[str, Any], rewards: Mapping[int, float]) -> None:
         """The run is over: the curve, the table, where everything is and what to do next."""
-        self._live.stop()
+        self._take_away()
         run = summary.get("run_dir", "")
         if len(rewards) > 1:
             self._console.print()

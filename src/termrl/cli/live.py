@@ -17,15 +17,21 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=True)
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._shown, refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._live.stop()
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """No live line from here on. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
 
     def _status(self) -> Sequence[str]:
         """The parts of the live line."""
