@@ -36,6 +36,7 @@ class Privileges:
         capabilities: what uid 0 keeps, as in ``CAP_CHOWN`` without its prefix; never one that reaches beyond a sandbox.
         setuid: setuid programs of the image give what they say.
         kernel_root: uid 0 in a sandbox is the kernel's own uid 0.
+        user_namespaces: a command can make user namespaces, and so namespaces and mounts within them.
         first_process_at_risk: a command can make the kernel take the first process, and so the sandbox, when memory
             runs out.
     """
@@ -43,6 +44,7 @@ class Privileges:
     capabilities: frozenset[str] = frozenset()
     setuid: bool = False
     kernel_root: bool = False
+    user_namespaces: bool = False
     first_process_at_risk: bool = False
 
 

@@ -16,7 +16,9 @@ from typing import IO, Any
 
 import docker
 import docker.errors
+import docker.utils.build
 import requests.exceptions
+import urllib3.exceptions
 
 from termrl.errors import ImageError
 from termrl.sandboxes.output import BoundedOutput
@@ -25,6 +27,7 @@ _LOG_BYTES = 4 << 20
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.2
 _STOP_S = 5.0
+_IN_CONTEXT = ".termrl.Dockerfile"
 _LAYER = re.compile(r" ---> ([0-9a-f]{12,})\s*")
 _CREDENTIALS = re.compile(rb"(://)[^/\s@]+@")
 
@@ -151,11 +154,12 @@ def build_with_engine(client: docker.DockerClient, plan: BuildPlan, *, closing: 
     """
     deadline = time.monotonic() + plan.timeout_s
     layer = ""
-    with _log(plan) as log:
+    with _log(plan) as log, _packed(plan) as context:
         try:
             events: Iterator[dict[str, Any]] = client.api.build(
-                path=str(plan.context),
-                dockerfile=str(plan.dockerfile),
+                fileobj=context,
+                custom_context=True,
+                dockerfile=_IN_CONTEXT,
                 tag=plan.tag,
                 labels=dict(plan.labels),
                 platform=plan.platform,
@@ -179,10 +183,26 @@ def build_with_engine(client: docker.DockerClient, plan: BuildPlan, *, closing: 
             raise BuildFailed(log.tail(), stopped=failed.stopped) from None
         except docker.errors.APIError as error:
             raise BuildFailed(str(error.explanation)) from None
-        except (requests.exceptions.RequestException, docker.errors.DockerException) as error:
+        except (
+            requests.exceptions.RequestException,
+            urllib3.exceptions.HTTPError,
+            docker.errors.DockerException,
+        ) as error:
             stopped = _stopped(deadline, plan, closing)
             raise BuildFailed("", stopped=stopped or f"the daemon does not answer: {error}") from None
         log.flush()
+
+
+@contextlib.contextmanager
+def _packed(plan: BuildPlan) -> Iterator[IO[bytes]]:
+    """The context as the Engine API takes it, with the Dockerfile in it wherever that is."""
+    ignored = plan.context / ".dockerignore"
+    lines = ignored.read_text(errors="replace").splitlines() if ignored.is_file() else []
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    dockerfile = (_IN_CONTEXT, plan.dockerfile.read_text())
+    made: Any = docker.utils.build.tar(plan.context, exclude=patterns, dockerfile=dockerfile, gzip=False)
+    with made as context:
+        yield context
 
 
 def _remove_layer(client: docker.DockerClient, image: str) -> None:
@@ -204,21 +224,28 @@ def explain(failed: BuildFailed, *, daemon: str, heredoc: bool) -> tuple[str, st
         return failed.stopped, None
     if "no space left on device" in tail.lower():
         return "the disk is full", "free some of the daemon's disk: docker system df, docker builder prune"
-    parse = re.search(r"(dockerfile parse error.*|unknown instruction.*|failed to parse dockerfile.*)", tail, re.I)
+    parse = re.search(
+        r"(dockerfile parse error.*|unknown instruction.*|failed to parse dockerfile.*|no FROM statement.*)", tail, re.I
+    )
     if parse:
         hint = "its heredocs need Docker 23 or later" if heredoc else None
         return f"{daemon} cannot parse it: {parse[1].strip()}", hint
-    copy = re.search(r"(?:failed to compute cache key|failed to calculate checksum|(?:COPY|ADD) failed)[^\n]*", tail)
+    copy = re.search(
+        r"(?:failed to compute cache key|failed to calculate checksum|(?:COPY|ADD) failed|checking on sources)[^\n]*",
+        tail,
+    )
     if copy:
         return f"a COPY source is missing: {_last_part(copy[0])}", "files left out by .dockerignore are missing too"
     base = re.search(r"[^\n]*(?:failed to resolve source metadata for|pull access denied for)[^\n]*", tail)
-    base = base or re.search(r"[^\n]*failed to do request:[^\n]*", tail)
+    base = base or re.search(r"[^\n]*(?:failed to do request|creating build container):[^\n]*", tail)
     if base:
         hint = "[images.aliases] can name an image that is here in its place"
         return f"its base image cannot be had: {' '.join(base[0].split())[-300:]}", hint
     step = re.search(
         r"(?:executor failed running|process) [\[\"](.*)[\]\"][:,]? .*?(?:exit code: ?|code: )(\d+)", tail, re.DOTALL
-    ) or re.search(r"The command '(.*)' returned a non-zero code: (\d+)", tail, re.DOTALL)
+    )
+    step = step or re.search(r"The command '(.*)' returned a non-zero code: (\d+)", tail, re.DOTALL)
+    step = step or re.search(r'building at STEP "RUN (.*)": while running runtime: exit status (\d+)', tail, re.DOTALL)
     if step:
         command = step[1].removeprefix("/bin/sh -c ")
         return f"exit code {step[2]} of RUN {' '.join(command.split())[:200]}", None

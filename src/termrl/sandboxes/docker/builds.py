@@ -129,7 +129,7 @@ class Builds:
         """The docker program to build with, or ``None`` (the Engine API's builder) and why not BuildKit."""
         if self._settings.builder == "classic":
             return None, 'the setting is builder = "classic"'
-        if not self._daemon.has_buildkit:
+        if self._daemon.podman:
             found = CommandLine(None, f"{self._daemon.name} has none")
         else:
             with self._guard:

@@ -35,6 +35,7 @@ class Connection:
         host: where it listens.
         client: the SDK's client.
         info: what it said of itself (``docker info``) when the connection was made.
+        podman: it is podman, which answers as Docker does but cannot be asked for everything.
 
     Raises:
         SandboxStartError: the SDK is not installed, or no daemon answers, or this user may not ask it.
@@ -45,6 +46,7 @@ class Connection:
         self.client = _connect(host, self.host, threads)
         try:
             self.info: dict[str, Any] = self.client.info()
+            self.podman = is_podman(self.client)
         except Exception as error:
             self.client.close()
             raise unreachable(error, self.host) from error
@@ -69,6 +71,12 @@ def said_by(error: BaseException) -> str:
     """What a daemon or the SDK said, in one short line."""
     text = str(getattr(error, "explanation", None) or error)
     return re.sub(r"\s+", " ", text).strip()[:_MAX_SAID]
+
+
+def is_podman(client: docker.DockerClient) -> bool:
+    """Whether podman answers."""
+    components = client.version().get("Components") or []
+    return any("podman" in str(part.get("Name", "")).lower() for part in components)
 
 
 def unreachable(error: BaseException, host: str) -> SandboxStartError:

@@ -12,6 +12,7 @@ import docker.errors
 from docker.transport import UnixHTTPAdapter
 
 from termrl.errors import ImageError
+from termrl.sandboxes.docker.connection import is_podman
 
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash")
 
@@ -37,11 +38,10 @@ class Daemon:
         """For messages."""
         return f"the daemon ({self.about.get('Version', 'of unknown version')})"
 
-    @property
-    def has_buildkit(self) -> bool:
-        """Whether it builds with BuildKit (podman does not)."""
-        components = self.about.get("Components") or []
-        return not any("podman" in str(part.get("Name", "")).lower() for part in components)
+    @cached_property
+    def podman(self) -> bool:
+        """Whether it is podman, which does not build with BuildKit."""
+        return is_podman(self.client)
 
     @property
     def address(self) -> str:
@@ -63,7 +63,7 @@ class Daemon:
         except docker.errors.ImageNotFound:
             return None
         except docker.errors.APIError as error:
-            if error.is_client_error():
+            if error.is_client_error() or "invalid reference" in str(error.explanation):
                 raise ImageError(f"image {name}: {error.explanation}") from None
             raise
 

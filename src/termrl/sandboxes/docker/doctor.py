@@ -42,7 +42,7 @@ def checks(state: Path | None = None, where: str | None = None) -> Iterator[Find
         return
     try:
         info = connection.info
-        yield Finding("daemon", True, f"{info.get('ServerVersion')} at {connection.host}")
+        yield _daemon(connection)
         yield _api_version(connection)
         yield _architecture(info)
         yield _shares_files(connection.host)
@@ -62,6 +62,19 @@ def _state(state: Path | None) -> Finding:
     except TermrlError as error:
         return Finding("resident", False, error.message, error.hint or "")
     return Finding("resident", True, f"the first process of containers is staged in {staged.folder}")
+
+
+def _daemon(connection: Connection) -> Finding:
+    detail = f"{connection.info.get('ServerVersion')} at {connection.host}"
+    if not connection.podman:
+        return Finding("daemon", True, detail)
+    return Finding(
+        "daemon",
+        False,
+        f"podman {detail}: a command can make user namespaces, and the kernel end its container when memory runs out",
+        "both stay within the container, and cost that episode; Docker keeps commands from them",
+        must=False,
+    )
 
 
 def _api_version(connection: Connection) -> Finding:

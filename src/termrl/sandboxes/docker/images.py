@@ -165,13 +165,18 @@ class ImageStore:
             raise ImageError(f"image {name} was pulled, but {self._daemon.name} does not have it")
         return attrs
 
+    def _workdir(self, config: Mapping[str, Any]) -> str | None:
+        named = config.get("WorkingDir")
+        # podman says / of an image that names none
+        return None if not named or (named == "/" and self._daemon.podman) else named
+
     def _checked(self, name: str, attrs: Mapping[str, Any]) -> ResolvedImage:
         config = attrs.get("Config") or {}
         pairs = (entry.partition("=") for entry in config.get("Env") or [])
         image = ResolvedImage(
             id=str(attrs["Id"]),
             name=name,
-            workdir=config.get("WorkingDir") or None,
+            workdir=self._workdir(config),
             env=MappingProxyType({key: value for key, _, value in pairs}),
             user=config.get("User") or None,
             architecture=str(attrs.get("Architecture", "")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ COMMAND_CAPABILITIES = frozenset(
 )
 # With it the first process makes every command one that is killed for memory before it; no command keeps it.
 FIRST_CAPABILITY = "SYS_RESOURCE"
+# What a container gets that cannot have its daemon's own.
+_RLIMITS = (("nofile", resource.RLIMIT_NOFILE, MAX_FILES), ("nproc", resource.RLIMIT_NPROC, 32_768))
 _SHM_MB = 64
 _CLOSED = (
     "/proc/bus",
@@ -52,16 +55,21 @@ class Extras:
         cpus: how many its machine has; more cannot be asked for.
         quota: it can bound a container's files.
         first_capability: it may give :data:`FIRST_CAPABILITY` away.
+        own_rlimits: it may give the limits that are its own default (podman's: a million open files and processes);
+            else it is asked for less, and for no more than this process may have.
     """
 
     cpus: int
     quota: bool
     first_capability: bool = True
+    own_rlimits: bool = True
 
     def without(self, said: str) -> Extras | None:
         """What is left when a container was refused with these words; ``None`` if they are about something else."""
         if self.first_capability and "apply caps" in said:
             return replace(self, first_capability=False)
+        if self.own_rlimits and "rlimit" in said.lower():
+            return replace(self, own_rlimits=False)
         if self.quota and "storage-opt" in said:
             return replace(self, quota=False)
         return None
@@ -96,6 +104,11 @@ def create(
     from docker.types import Mount, Ulimit
 
     memory = (spec.memory_mb or DEFAULT_MEMORY_MB) << 20
+    ulimits = [Ulimit(name="core", soft=0, hard=0)]
+    if not extras.own_rlimits:
+        for limit, number, most in _RLIMITS:
+            bound = min(most, resource.getrlimit(number)[1])
+            ulimits.append(Ulimit(name=limit, soft=bound, hard=bound))
     host_config: dict[str, Any] = client.api.create_host_config(
         mem_limit=memory,
         memswap_limit=memory,
@@ -104,7 +117,7 @@ def create(
         network_mode=_NETWORKS[spec.network_mode],
         cap_drop=["ALL"],
         cap_add=sorted(COMMAND_CAPABILITIES | ({FIRST_CAPABILITY} if extras.first_capability else set())),
-        ulimits=[Ulimit(name="core", soft=0, hard=0)],
+        ulimits=ulimits,
         shm_size=_SHM_MB << 20,
         init=False,
         mounts=[Mount(bound.target, str(bound.source), type="bind", read_only=True) for bound in bounds],

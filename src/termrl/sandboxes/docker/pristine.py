@@ -8,15 +8,16 @@ import tarfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from termrl.sandboxes.docker import reaper
 
 if TYPE_CHECKING:
     import docker
 
-
 _MAX_HELD = 64 << 20
+# Go's file mode bit of a symbolic link, as the daemon has it in what it says of a path.
+_GO_SYMLINK = 1 << 27
 
 
 class Pristine:
@@ -48,7 +49,8 @@ class Pristine:
         if key in self._held:
             return self._held[key]
         try:
-            data = b"".join(self._client.api.get_archive(self.of(image), path)[0])
+            chunks, found = self._client.api.get_archive(self.of(image), path)
+            data = _link_kept(b"".join(chunks), found)
         except docker.errors.NotFound:
             data = None
         with self._lock:
@@ -109,6 +111,21 @@ def write(client: docker.DockerClient, container: str, found: Found) -> None:
         docker.errors.APIError: the daemon cannot.
     """
     client.api.put_archive(container, "/", found.archive)
+
+
+def _link_kept(archive: bytes, found: Mapping[str, Any]) -> bytes:
+    """The archive of a path of which the daemon says ``found``; podman follows a link, and archives what it is to."""
+    if not found.get("mode", 0) & _GO_SYMLINK:
+        return archive
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        link = next(iter(tar))
+    if link.issym():
+        return archive
+    link.type, link.linkname, link.size, link.mode = tarfile.SYMTYPE, found["linkTarget"], 0, 0o777
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as out:
+        out.addfile(link)
+    return buffer.getvalue()
 
 
 def _copy(source: tarfile.TarFile, out: tarfile.TarFile, folder: str) -> None:

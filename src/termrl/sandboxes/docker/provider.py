@@ -110,7 +110,10 @@ class DockerProvider(SandboxProvider):
             options.COMMAND_CAPABILITIES,
             setuid=True,
             kernel_root=not mapped,
-            first_process_at_risk=not self._extras.first_capability,
+            # podman's own filter of system calls allows them, and its API has no read-only paths for the first
+            # process's oom_score_adj
+            user_namespaces=self.daemon.podman,
+            first_process_at_risk=self.daemon.podman or not self._extras.first_capability,
         )
 
     def sweep(self) -> Swept:
