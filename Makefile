@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= examples/first-steps.toml
 ARGS   ?=
-# Many tests wait for real timeouts, so more than there are cores; a file's tests stay together, as their fixtures do.
+# Many tests wait for real timeouts, so more than there are cores.
 JOBS   ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
@@ -42,7 +42,7 @@ train: $(STAMP)
 	@$(BIN)/termrl train -c $(CONFIG) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -12,6 +13,24 @@ from tests.docker import IMAGE, need_docker
 # then no test of Ctrl-C could reach its program.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run tests, those of a file stay together, as their fixtures do.
+
+    All that use the Docker daemon are one process's: a provider removes what any dead owner left on it, and a test that
+    counts that must be alone.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            group = "docker" if _uses_docker(item) else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _uses_docker(item: pytest.Item) -> bool:
+    fixtures = set(getattr(item, "fixturenames", ()))
+    return bool(fixtures & {"docker_image", "docker_required"}) or "docker" in re.split(r"\W", item.name)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,15 @@ Context = Callable[..., SandboxSpec]
 
 
 def run(client: docker.DockerClient, image: str, command: str) -> str:
-    return client.containers.run(image, ["bash", "-c", command], remove=True, network_disabled=True).decode()
+    container = client.containers.create(image, ["bash", "-c", command], network_disabled=True)
+    try:
+        container.start()
+        ended = container.wait()
+        said = container.logs().decode()
+    finally:
+        container.remove(force=True)
+    assert ended["StatusCode"] == 0, said
+    return said
 
 
 def running(word: str) -> list[str]:

@@ -135,7 +135,8 @@ async def test_a_streak_of_failures_ends_the_study_and_says_why(provider: Sandbo
     assert not report.complete and not report.sound
     assert "5 attempts in a row" in report.stopped and "rate limit of the registry" in report.stopped
     assert report.counts[Status.SOUND] == 2
-    assert faulty.made <= 8 + 5 + 2
+    # one that began well may end in the midst of a row, which then begins anew
+    assert faulty.made <= 8 + 4 + 5 + 2
 
 
 async def test_an_image_that_cannot_be_had_is_asked_for_once(provider: SandboxProvider, tmp_path: Path) -> None:

@@ -171,7 +171,13 @@ def test_every_row_is_made_to_happen() -> None:
     assert set(END_REASONS) == set(BY_END_REASON) == set(EndReason)
 
 
-@pytest.mark.parametrize("cause", BY_CAUSE)
+# see tests/conftest.py
+ON_DOCKER = pytest.mark.xdist_group("docker")
+
+
+@pytest.mark.parametrize(
+    "cause", [pytest.param(cause, marks=ON_DOCKER if run is find_no_image else ()) for cause, run in BY_CAUSE.items()]
+)
 async def test_each_cause_comes_up_and_gives_what_its_row_says(world: World, cause: Cause) -> None:
     episode = await BY_CAUSE[cause](world)
     assert episode.verdict is not None and episode.verdict.cause is cause, episode.verdict
