@@ -6,8 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= examples/first-steps.toml
 ARGS   ?=
-# Many tests wait for real timeouts, so more than there are cores.
-JOBS   ?= 3
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 

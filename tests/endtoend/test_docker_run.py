@@ -52,7 +52,6 @@ def nothing_left(state: Path, docker_required: None) -> Iterator[None]:
     assert asyncio.run(look()) == []
 
 
-@pytest.mark.timeout(300)  # on a busy machine
 def test_the_example_for_docker_trains_and_leaves_nothing_behind(
     config: TrainConfig, tmp_path: Path, nothing_left: None
 ) -> None:

@@ -28,8 +28,6 @@ from tests.endtoend.outcome import differences, outcome
 from tests.endtoend.served import Served, served
 from tests.endtoend.tiny import write_tasks
 
-pytestmark = pytest.mark.timeout(300)  # on a busy machine
-
 ROOT = Path(__file__).parents[2]
 
 

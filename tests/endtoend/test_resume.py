@@ -25,8 +25,6 @@ from tests.endtoend.faults import FaultyProvider, faulty
 from tests.endtoend.outcome import differences, outcome
 from tests.endtoend.tiny import write_tasks
 
-pytestmark = pytest.mark.timeout(300)  # on a busy machine
-
 ROOT = Path(__file__).parents[2]
 VARIABLES = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
 

@@ -21,8 +21,6 @@ from termrl.training import checkpoints
 from termrl.training.events import Silent
 from tests.endtoend.tiny import write_model, write_tasks
 
-pytestmark = pytest.mark.timeout(180)  # on a busy machine
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:

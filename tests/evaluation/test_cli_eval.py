@@ -19,8 +19,6 @@ from tests.evaluation.chat_server import MODEL, Answer, Call, ChatServer, chat_s
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-pytestmark = pytest.mark.timeout(180)  # on a busy machine
-
 
 @pytest.fixture
 def server() -> Iterator[ChatServer]:

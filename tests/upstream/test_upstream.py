@@ -30,7 +30,6 @@ from tests.upstream.tasks import (
 )
 
 # an older server in this machine's own files makes a Python environment for every task
-pytestmark = pytest.mark.timeout(300)
 
 
 @asynccontextmanager

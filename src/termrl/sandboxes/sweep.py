@@ -100,7 +100,7 @@ def sweep(state: Path | None = None, *, own: bool = False) -> Swept:
             swept.cgroups += remove_groups(top)
     for name in dead:
         swept.folders += sum(1 for entry in _entries(owners / name) if entry.is_dir()) + (owners / name).exists()
-        shutil.rmtree(owners / name, ignore_errors=True)
+        _remove_folder(owners / name)
     swept.owners = len(dead)
     return swept
 
@@ -216,6 +216,13 @@ def _end_processes(name: str) -> int:
         ended.update(found)
         time.sleep(0.01)
     return len(ended)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove it even while a thread of this process, which is about to end, still writes into it."""
+    give_up = time.monotonic() + _GIVE_UP_S
+    while folder.exists() and time.monotonic() < give_up:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -146,6 +146,7 @@ def _start_owner(subject: Subject, seconds: str) -> subprocess.Popen[str]:
     owner = subprocess.Popen(
         [sys.executable, "-m", "termrl.sandboxes.conformance.owner", json.dumps(facts)],
         env={**os.environ, "PYTHONPATH": str(Path(termrl.__file__).parents[1])},
+        stdin=subprocess.PIPE,  # closed when nobody holds the process any more: the check may be cancelled
         stdout=subprocess.PIPE,
         text=True,
     )

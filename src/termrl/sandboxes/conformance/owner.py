@@ -1,4 +1,4 @@
-"""A process that owns sandboxes with daemons in them, until it is killed: ``python -m … JSON``."""
+"""A process that owns sandboxes with daemons in them, until it is killed or its stdin ends: ``python -m … JSON``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def _own(facts: dict[str, Any]) -> None:
     daemons = f"for i in $(seq {facts['daemons']}); do setsid sleep {facts['seconds']} >/dev/null 2>&1 & done"
     await asyncio.gather(*(sandbox.exec(daemons, timeout_s=20) for sandbox in sandboxes))
     print("up", flush=True)
-    await asyncio.sleep(3600)
+    await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":

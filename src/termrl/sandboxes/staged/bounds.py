@@ -69,9 +69,10 @@ class Bounds:
 
 
 class Victims:
-    """What is forked within this context is what the kernel kills first when memory runs out, never this process.
+    """Forks what the kernel kills first when memory runs out, never this process.
 
-    A sandbox's /proc is read-only, so that no command can change its own standing.
+    A sandbox's /proc is read-only, so that no command can change its own standing. A child inherits this process's,
+    which is therefore as bad for a moment; the child goes on only when that is over.
 
     Args:
         fd: this process's oom_score_adj, opened for reading and writing; a duplicate is kept.
@@ -83,12 +84,21 @@ class Victims:
         self._own = os.pread(self._fd, 16, 0).strip()
         os.close(fd)
 
-    def __enter__(self) -> None:
-        os.pwrite(self._fd, _FIRST_VICTIM, 0)
-
-    def __exit__(self, *_: object) -> None:
-        if os.getpid() == 1:
-            os.pwrite(self._fd, self._own, 0)
+    def fork(self) -> int:
+        """As :func:`os.fork`."""
+        over, hold = os.pipe2(os.O_CLOEXEC)
+        pid = -1
+        try:
+            os.pwrite(self._fd, _FIRST_VICTIM, 0)
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                os.pwrite(self._fd, self._own, 0)
+            os.close(hold)
+            if pid == 0:
+                os.read(over, 1)
+            os.close(over)
+        return pid
 
 
 def cull() -> int | None:

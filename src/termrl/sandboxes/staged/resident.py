@@ -240,10 +240,7 @@ class Resident:
         return self._fork_once()
 
     def _fork_once(self) -> int:
-        if self.victims is None:
-            return os.fork()
-        with self.victims:
-            return os.fork()
+        return os.fork() if self.victims is None else self.victims.fork()
 
     def _become(
         self,
