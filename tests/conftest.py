@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.docker import IMAGE, need_docker
+from tests import docker
 
 # A suite that was started in the background has SIGINT ignored, and every process that it starts would inherit that:
 # then no test of Ctrl-C could reach its program.
@@ -24,8 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            group = "docker" if _uses_docker(item) else item.nodeid.partition("::")[0]
+            group = docker.GROUP if _uses_docker(item) else item.nodeid.partition("::")[0]
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """See :func:`tests.docker.need_docker`."""
+    group = item.get_closest_marker("xdist_group")
+    docker.running = group.args[0] if group is not None else None
 
 
 def _uses_docker(item: pytest.Item) -> bool:
@@ -36,11 +43,11 @@ def _uses_docker(item: pytest.Item) -> bool:
 @pytest.fixture(scope="session")
 def docker_image() -> str:
     """The name of the image that tests on a real daemon use; skips without a daemon, but fails in CI."""
-    need_docker()
-    return IMAGE
+    docker.need_docker()
+    return docker.IMAGE
 
 
 @pytest.fixture(scope="session")
 def docker_required() -> None:
     """For tests that need a real daemon but no particular image."""
-    need_docker()
+    docker.need_docker()

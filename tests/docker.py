@@ -32,8 +32,16 @@ def missing() -> str | None:
     return None
 
 
+# The tests that use the daemon run in one process, see tests/conftest.py.
+GROUP = "docker"
+# The group of the test that runs.
+running: str | None = None
+
+
 def need_docker() -> None:
     """Skip the test, with the reason, where there is no daemon; fail where CI says that there must be one."""
+    if running != GROUP:
+        pytest.fail(f"a test that needs the Docker daemon must say so: @pytest.mark.xdist_group({GROUP!r})")
     why = missing()
     if why is None:
         return

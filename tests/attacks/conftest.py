@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from termrl.sandboxes.base import SandboxProvider
-from tests.attacks.backends import BACKENDS, missing, open_backend
+from tests.attacks.backends import BACKENDS, need, open_backend
 from tests.attacks.kinds import python_image_of, remove_python_image
+from tests.docker import missing
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of a backend that works here."""
-    if why := missing(request.param):
-        pytest.skip(why)
+    need(request.param)
     return request.param
 
 
@@ -28,10 +28,8 @@ async def provider(backend: str) -> AsyncIterator[SandboxProvider]:
 
 
 @pytest.fixture
-async def docker() -> AsyncIterator[SandboxProvider]:
+async def docker(docker_required: None) -> AsyncIterator[SandboxProvider]:
     """Containers, for what only they allow."""
-    if why := missing("docker"):
-        pytest.skip(why)
     async with open_backend("docker") as provider:
         yield provider
     assert provider.live == 0
@@ -40,7 +38,7 @@ async def docker() -> AsyncIterator[SandboxProvider]:
 @pytest.fixture(scope="session")
 def python_image() -> str:
     """An image whose Python has pytest and pip; no image where there is no daemon."""
-    return "" if missing("docker") else python_image_of()
+    return "" if missing() else python_image_of()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from termrl.attacks import ATTACKS, AttackResult, TaskProof, chosen, prove
 from termrl.errors import ConfigError
-from tests.attacks.backends import missing, open_backend
+from tests.attacks.backends import open_backend
 from tests.attacks.kinds import IMAGE_KINDS, KINDS, attacks_on
 
 # one test of a kind plays its whole suite
@@ -60,10 +60,9 @@ def test_an_attack_scores_0_and_the_honest_solution_1(backend: str, kind: str, n
     assert result.verdict is not None and result.verdict.reward == 0.0, result.as_json()
 
 
+@pytest.mark.usefixtures("docker_required")
 @pytest.mark.parametrize("name", [attack.name for attack in attacks_on("installed")])
 def test_an_attack_on_a_system_with_its_own_pytest_scores_0(name: str) -> None:
-    if why := missing("docker"):
-        pytest.skip(why)
     proof = proof_of("docker", "installed")
     assert proof.oracle is not None and (proof.oracle.reward, proof.oracle.signals) == (1.0, {}), proof.oracle
     result = result_of(proof, name)

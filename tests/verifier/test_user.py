@@ -12,7 +12,7 @@ from termrl.tasks import load_task
 from termrl.verifier.oracle import golden_check
 from termrl.verifier.verdict import Cause
 from termrl.verifier.verify import verify
-from tests.attacks.backends import missing, open_backend
+from tests.attacks.backends import open_backend
 from tests.verifier.tiny import SECRET, handed_over, run, tiny_task
 
 TEST = """\
@@ -22,9 +22,7 @@ id -un; echo "$HOME"; touch "$HOME/mine" && echo $reward > /logs/verifier/reward
 
 
 @pytest.fixture
-async def docker() -> AsyncIterator[SandboxProvider]:
-    if why := missing("docker"):
-        pytest.skip(why)
+async def docker(docker_required: None) -> AsyncIterator[SandboxProvider]:
     async with open_backend("docker") as provider:
         yield provider
 

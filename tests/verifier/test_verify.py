@@ -198,7 +198,7 @@ async def test_a_timeout_is_no_verdict_even_if_a_reward_was_written(provider: Sa
         assert time.monotonic() - started < 5
         assert (verdict.outcome, verdict.cause) == (Outcome.NO_VERDICT, Cause.VERIFIER_TIMEOUT)
         assert "working" in verdict.output_tail
-        assert "987" not in await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
+        assert "sleep 987" not in await run(sandbox, "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
 
 
 async def test_the_tail_of_a_flood_of_test_output_is_kept(provider: SandboxProvider, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Interrupts:
         self._cancel: Callable[[], object] | None = None
         self._earlier: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        self._ending = False
         self.code: int | None = None
 
     def __enter__(self) -> Self:
@@ -68,6 +69,7 @@ class Interrupts:
         """End the process without waiting for anything; what it holds of sandboxes is removed first."""
         from termrl.sandboxes.sweep import sweep
 
+        self._ending = True
         if sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)
         print(message, file=sys.stderr, flush=True)
@@ -77,6 +79,8 @@ class Interrupts:
             os._exit(code)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._ending:
+            return  # each further one would begin again, one within the other, and none come to its end
         code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         if self.code is not None:
             self.end_now(code, f"\nended at once; {self._farewell}")
