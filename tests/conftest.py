@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 
@@ -33,6 +34,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """See :func:`tests.docker.need_docker`."""
     group = item.get_closest_marker("xdist_group")
     docker.running = group.args[0] if group is not None else None
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.endswith(f"@{docker.running}"):
+        pytest.fail("this pytest-xdist does not keep the groups of this pytest")
 
 
 def _uses_docker(item: pytest.Item) -> bool:
