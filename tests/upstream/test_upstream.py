@@ -29,8 +29,6 @@ from tests.upstream.tasks import (
     WORKDIR,
 )
 
-# an older server in this machine's own files makes a Python environment for every task
-
 
 @asynccontextmanager
 async def begun(upstream: Upstream, task_id: str = SOLVABLE) -> AsyncIterator[tuple[RemoteEnvironment, Observation]]:

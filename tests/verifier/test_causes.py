@@ -23,7 +23,7 @@ from termrl.sandboxes import open_provider
 from termrl.sandboxes.base import Sandbox, SandboxProvider
 from termrl.verifier.causes import CAUSES, END_REASONS, Cause, EndReason, Rule
 from tests.agent.fakes import ScriptedPolicy, reply
-from tests.docker import need_docker
+from tests.docker import GROUP, need_docker
 from tests.verifier.tiny import SECRET, tiny_task
 
 SOLVED = f"```bash\necho {SECRET} > answer.txt\n```"
@@ -172,7 +172,7 @@ def test_every_row_is_made_to_happen() -> None:
 
 
 # see tests/conftest.py
-ON_DOCKER = pytest.mark.xdist_group("docker")
+ON_DOCKER = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,8 @@ def _remove_folder(folder: Path) -> None:
     give_up = time.monotonic() + _GIVE_UP_S
     while folder.exists() and time.monotonic() < give_up:
         shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.01)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -92,8 +92,8 @@ def about(*names: str) -> Any:
 
 
 def test_it_is_told_from_docker() -> None:
-    assert is_podman(about("Podman Engine", "Conmon"))
-    assert not is_podman(about("Engine", "containerd")) and not is_podman(about())
+    assert is_podman(about("Podman Engine", "Conmon").version())
+    assert not is_podman(about("Engine", "containerd").version()) and not is_podman({})
 
 
 @pytest.mark.parametrize(

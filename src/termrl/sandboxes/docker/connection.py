@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,7 @@ class Connection:
         host: where it listens.
         client: the SDK's client.
         info: what it said of itself (``docker info``) when the connection was made.
-        podman: it is podman, which answers as Docker does but cannot be asked for everything.
+        about: likewise, of its version (``docker version``).
 
     Raises:
         SandboxStartError: the SDK is not installed, or no daemon answers, or this user may not ask it.
@@ -46,11 +46,16 @@ class Connection:
         self.client = _connect(host, self.host, threads)
         try:
             self.info: dict[str, Any] = self.client.info()
-            self.podman = is_podman(self.client)
+            self.about: dict[str, Any] = self.client.version()
         except Exception as error:
             self.client.close()
             raise unreachable(error, self.host) from error
         self._pool = started_threads(threads, "termrl-docker")
+
+    @property
+    def podman(self) -> bool:
+        """Whether it is podman, which answers as Docker does but cannot be asked for everything."""
+        return is_podman(self.about)
 
     @property
     def id(self) -> str:
@@ -73,9 +78,9 @@ def said_by(error: BaseException) -> str:
     return re.sub(r"\s+", " ", text).strip()[:_MAX_SAID]
 
 
-def is_podman(client: docker.DockerClient) -> bool:
-    """Whether podman answers."""
-    components = client.version().get("Components") or []
+def is_podman(about: Mapping[str, Any]) -> bool:
+    """Whether a daemon that says this of its version is podman."""
+    components = about.get("Components") or []
     return any("podman" in str(part.get("Name", "")).lower() for part in components)
 
 

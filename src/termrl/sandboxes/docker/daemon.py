@@ -38,10 +38,10 @@ class Daemon:
         """For messages."""
         return f"the daemon ({self.about.get('Version', 'of unknown version')})"
 
-    @cached_property
+    @property
     def podman(self) -> bool:
         """Whether it is podman, which does not build with BuildKit."""
-        return is_podman(self.client)
+        return is_podman(self.about)
 
     @property
     def address(self) -> str:

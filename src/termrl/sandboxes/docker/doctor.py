@@ -78,7 +78,7 @@ def _daemon(connection: Connection) -> Finding:
 
 
 def _api_version(connection: Connection) -> Finding:
-    version = str(connection.client.version()["ApiVersion"])
+    version = str(connection.about["ApiVersion"])
     found = tuple(int(part) for part in version.split("."))
     wanted = ".".join(map(str, _OLDEST_API))
     return Finding("API", found >= _OLDEST_API, f"version {version}", f"{wanted} is needed: update Docker to 20.10")
